@@ -1,0 +1,137 @@
+"""Kernel scratch: the allocator calls that PyTorch's CUDA host code makes inside one operator.
+
+An operator without a rule allocates its outputs in order and nothing else. Every other operator
+has a rule: a small function that yields, in the order of the host code, its allocator calls.
+Rules look only at shapes, strides and dtypes (plus the process's own switches, such as
+``torch.are_deterministic_algorithms_enabled()``), so they accept fake and meta tensors alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from pytest_vram.sim.kernels import versions
+from pytest_vram.sim.profiles import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Scratch of ``size`` bytes begins to live. ``why`` names it for the reader of a report."""
+
+    key: str
+    size: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """The scratch taken under ``key`` dies."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """The storage of ``outputs[index]`` is allocated now, unless it already lives (in-place and
+    ``out=`` variants, aliases) or is empty."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """A buffer that a library handle keeps per (thread, stream, kind): the device allocates it at
+    the first such step and never again."""
+
+    kind: str
+    size: int
+
+
+Step = Take | Give | Out | Workspace
+Program = tuple[Step, ...]
+Outputs = Sequence[Tensor | None]  #: the operator's results, flattened, in order
+Rule = Callable[[tuple[Any, ...], dict[str, Any], Outputs, "Card"], Iterable[Step] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a rule knows about the device and the library: ``Card(profile, (2, 13))``.
+
+    ``cublas_workspace`` and ``cublaslt_workspace`` are bytes; left out, they are what PyTorch
+    would read from the environment.
+    """
+
+    profile: Profile
+    torch: tuple[int, int]
+    cublas_workspace: int = -1
+    cublaslt_workspace: int = -1
+    cudnn_version: int = 92000
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.cublas_workspace < 0:
+            size = versions.cublas_workspace(self.profile.capability, self.torch)
+            object.__setattr__(self, "cublas_workspace", size)
+        if self.cublaslt_workspace < 0:
+            size = versions.cublaslt_workspace(self.profile.capability, self.torch)
+            object.__setattr__(self, "cublaslt_workspace", size)
+
+
+#: One rule per overload. Filled by the modules of this package through :func:`rule`.
+RULES: dict[OpOverload, Rule] = {}
+
+
+def rule(*overloads: OpOverload | str) -> Callable[[Rule], Rule]:
+    """Register a rule for ``overloads``; a string names one that only some versions of torch have:
+    ``"aten::_fused_rms_norm"`` (``.default``) or ``"aten::var.correction"``."""
+
+    def register(function: Rule) -> Rule:
+        for overload in overloads:
+            found = versions.overload(overload) if isinstance(overload, str) else overload
+            if found is not None:
+                RULES[found] = function
+        return function
+
+    return register
+
+
+def program(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Outputs,
+    card: Card,
+) -> Program | None:
+    """The ordered allocator calls of one operator call; ``None``: its outputs in order, no more.
+
+    ``outputs`` are the flattened results, ``None`` where the operator returned no tensor.
+    """
+    found = RULES.get(func)
+    if found is None:
+        return None
+    steps = found(args, kwargs, outputs, card)
+    return None if steps is None else tuple(steps)
+
+
+def outs(outputs: Outputs) -> Iterator[Out]:
+    """All outputs in order: what most rules end or begin with."""
+    for index, output in enumerate(outputs):
+        if output is not None:
+            yield Out(index)
+
+
+def scratch(size: int, why: str, key: str = "scratch") -> Iterator[Step]:
+    """Scratch that nothing else is allocated beside: taken and given back at once."""
+    if size > 0:
+        yield Take(key, size, why)
+        yield Give(key)
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of a fresh contiguous tensor of this shape and dtype."""
+    return int(tensor.numel()) * int(tensor.element_size())
