@@ -1,0 +1,17 @@
+"""PyTorch's CUDA caching allocator in pure Python."""
+
+from pytest_vram.sim.allocator.addresses import AddressSource, FirstFit
+from pytest_vram.sim.allocator.blocks import Block
+from pytest_vram.sim.allocator.caching import CachingAllocator
+from pytest_vram.sim.allocator.config import Config
+from pytest_vram.sim.allocator.errors import DeviceOutOfMemory, format_size
+
+__all__ = [
+    "AddressSource",
+    "Block",
+    "CachingAllocator",
+    "Config",
+    "DeviceOutOfMemory",
+    "FirstFit",
+    "format_size",
+]

@@ -1,0 +1,75 @@
+"""The allocator's errors, with the figures behind them and PyTorch's familiar words."""
+
+from __future__ import annotations
+
+
+def format_size(size: int) -> str:
+    """``size`` bytes as c10's ``format_size`` writes them: two decimals, binary units."""
+    if size <= 1 << 10:
+        return f"{size} bytes"
+    if size <= 1 << 20:
+        return f"{size / (1 << 10):.2f} KiB"
+    if size <= 1 << 30:
+        return f"{size / (1 << 20):.2f} MiB"
+    return f"{size / (1 << 30):.2f} GiB"
+
+
+class DeviceOutOfMemory(MemoryError):
+    """An allocation that failed after everything was tried; all figures in bytes.
+
+    ``requested`` is what the caller asked for, ``segment`` what the allocator then asked the
+    device for (PyTorch's message names that one). ``allowed`` is the ceiling that a memory
+    fraction sets, None without one; ``in_private_pools`` is cached in graph and memory pools.
+    """
+
+    def __init__(
+        self,
+        *,
+        requested: int,
+        segment: int,
+        allocated: int,
+        reserved: int,
+        free: int,
+        capacity: int,
+        fraction: float | None = None,
+        allowed: int | None = None,
+        in_private_pools: int = 0,
+        device: int = 0,
+        conf_variable: str = "PYTORCH_CUDA_ALLOC_CONF",
+    ) -> None:
+        self.requested = requested
+        self.segment = segment
+        self.allocated = allocated
+        self.reserved = reserved
+        self.free = free
+        self.capacity = capacity
+        self.fraction = fraction
+        self.allowed = allowed
+        self.in_private_pools = in_private_pools
+        self.device = device
+        self.conf_variable = conf_variable
+        super().__init__(self.message())
+
+    def message(self, process: str = "") -> str:
+        """PyTorch's text (c10/cuda/CUDACachingAllocator.cpp, ``malloc``).
+
+        ``process`` stands where PyTorch lists the processes that NVML reports on the card.
+        """
+        allowed = "" if self.allowed is None else f"{format_size(self.allowed)} allowed; "
+        pools = self.in_private_pools
+        private = (
+            f"with {format_size(pools)} allocated in private pools (e.g., CUDA Graphs), "
+            if pools
+            else ""
+        )
+        return (
+            f"CUDA out of memory. Tried to allocate {format_size(self.segment)}. "
+            f"GPU {self.device} has a total capacity of {format_size(self.capacity)} "
+            f"of which {format_size(self.free)} is free. {process}{allowed}"
+            f"Of the allocated memory {format_size(self.allocated + pools)} is allocated by "
+            f"PyTorch, {private}and {format_size(self.reserved - self.allocated - pools)} is "
+            "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
+            f"setting {self.conf_variable}=expandable_segments:True to avoid fragmentation.  See "
+            "documentation for Memory Management  "
+            "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        )
