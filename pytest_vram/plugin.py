@@ -1,0 +1,3 @@
+"""pytest hooks."""
+
+from __future__ import annotations
