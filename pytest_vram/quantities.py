@@ -162,8 +162,10 @@ def format_change(change: int, now: int) -> str:
         return "0"
     sign = "+" if change > 0 else "-"
     for unit, factor, digits in _SCALE:
-        if round(abs(now) / factor, digits) >= 1 and abs(change) * 10 >= factor:
-            return f"{sign}{abs(change) / factor:.{digits}f} {unit}"
+        if round(abs(now) / factor, digits) >= 1:
+            if abs(change) * 10 >= factor:
+                return f"{sign}{abs(change) / factor:.{digits}f} {unit}"
+            break
     return f"{sign}{format_bytes(abs(change))}"
 
 
