@@ -1,9 +1,9 @@
 """PyTorch's CUDA caching allocator in pure Python."""
 
-from pytest_vram.sim.allocator.addresses import AddressSource, FirstFit
 from pytest_vram.sim.allocator.blocks import Block
 from pytest_vram.sim.allocator.caching import CachingAllocator
 from pytest_vram.sim.allocator.config import Config
+from pytest_vram.sim.allocator.device import AddressSource, FirstFit
 from pytest_vram.sim.allocator.errors import DeviceOutOfMemory, format_size
 
 __all__ = [

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from pytest_vram.sim.allocator.statistics import Flow, Tally
 
 #: A free block's key orders by (size, address), as PyTorch's BlockComparatorSize does within one
 #: stream. Device addresses fit in 49 bits.
@@ -116,55 +119,12 @@ class Lane:
         return [self.blocks[key] for key in self.keys]
 
 
-class Tally:
-    """Running totals of the small or the large blocks: what came in, what went out.
-
-    Only differences and maxima of these are ever asked for, so two plain additions per event
-    suffice; a peak is looked at when a figure begins to fall, not at each rise.
-    """
-
-    __slots__ = (
-        "active_bytes_peak",
-        "active_peak",
-        "bytes_in",
-        "bytes_out",
-        "bytes_peak",
-        "count_in",
-        "count_out",
-        "count_peak",
-        "pending",
-        "pending_bytes",
-        "requested_in",
-        "requested_out",
-        "requested_peak",
-        "reserved_in",
-        "reserved_out",
-        "reserved_peak",
-        "rising",
-        "segments_in",
-        "segments_out",
-        "segments_peak",
-        "split_bytes_in",
-        "split_bytes_out",
-        "split_bytes_peak",
-        "split_in",
-        "split_out",
-        "split_peak",
-        "split_rising",
-    )
-
-    def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
-        self.rising = self.split_rising = False
-
-
 class Pool:
-    """One of PyTorch's BlockPools: the small or large blocks of everybody or of one mempool."""
+    """One of PyTorch's BlockPools: everybody's small or large blocks, or those of one mempool."""
 
     __slots__ = ("lanes", "owner", "searches", "small", "tally")
 
-    def __init__(self, small: bool, tally: Tally, owner: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, small: bool, tally: Tally, owner: PrivatePool | None = None) -> None:
         self.small = small
         self.tally = tally
         self.owner = owner
@@ -173,3 +133,44 @@ class Pool:
 
     def by_stream(self) -> list[Lane]:
         return [self.lanes[stream] for stream in sorted(self.lanes)]
+
+
+class PrivatePool:
+    """The pools of a CUDA graph or of a ``torch.cuda.MemPool``."""
+
+    def __init__(
+        self,
+        mempool: tuple[int, int],
+        small: Tally,
+        large: Tally,
+        foreign: bool,
+        no_split: bool,
+        use_on_oom: bool,
+    ) -> None:
+        self.mempool = mempool
+        self.small = Pool(True, small, self)
+        self.large = Pool(False, large, self)
+        self.foreign = foreign
+        self.no_split = no_split
+        self.use_on_oom = use_on_oom
+        self.users = 0
+        self.mallocs = 0  # segments and mappings it holds
+        self.reserved = {"all": Flow(), "small_pool": Flow(), "large_pool": Flow()}
+
+    @property
+    def pools(self) -> tuple[Pool, Pool]:
+        return self.small, self.large
+
+    def reserve(self, small: bool, size: int) -> None:
+        for scope in ("all", "small_pool" if small else "large_pool"):
+            self.reserved[scope].add(size)
+
+    def unreserve(self, small: bool, size: int) -> None:
+        for scope in ("all", "small_pool" if small else "large_pool"):
+            self.reserved[scope].remove(size)
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """``reserved_bytes_by_private_pools`` of ``torch.cuda.memory_stats()``."""
+        name = "_".join(map(str, self.mempool))
+        for scope, flow in self.reserved.items():
+            yield from flow.items(f"reserved_bytes_by_private_pools.{name}.{scope}")

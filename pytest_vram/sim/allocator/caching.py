@@ -1,33 +1,57 @@
-"""PyTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp), without a device."""
+"""PyTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp) without a device.
+
+Every rule was read from that file, 2.6 to 2.14; where versions differ a comment says so. The order
+of the tries in :meth:`CachingAllocator.malloc`, of what is released and of what is merged is
+PyTorch's, so that addresses, segments and statistics come out equal and not merely similar.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from pytest_vram.sim.allocator.addresses import AddressSource, FirstFit
 from pytest_vram.sim.allocator.blocks import (
     ADDRESS_BITS,
     ALLOCATED,
     FREE,
     GONE,
+    PENDING,
+    UNMAPPED,
     Block,
     Lane,
     Pool,
-    Tally,
+    PrivatePool,
 )
-from pytest_vram.sim.allocator.config import MIB, MIN_BLOCK, Config
+from pytest_vram.sim.allocator.config import MIB, MIN_BLOCK, UNLIMITED, Config
+from pytest_vram.sim.allocator.device import AddressSource, Device, FirstFit
 from pytest_vram.sim.allocator.errors import DeviceOutOfMemory
+from pytest_vram.sim.allocator.expandable import Expandable
+from pytest_vram.sim.allocator.statistics import Statistics, Tally
 
 SMALL_SIZE = 1 * MIB  # the largest block of the small pool
 SMALL_SEGMENT = 2 * MIB
 MIN_LARGE_ALLOC = 10 * MIB  # from here on a segment is made to measure
 ROUND_LARGE = 2 * MIB
 
+#: ``listener(kind, address, size, stream)``
 Listener = Callable[[str, int, int, int], None]
+MempoolId = tuple[int, int]
 
 
 class CachingAllocator:
+    """The caching allocator of one device. All sizes are bytes.
+
+    ``total_memory`` is what the driver reports, ``context`` what the CUDA context takes of it.
+    ``conf`` is the text of PYTORCH_CUDA_ALLOC_CONF. ``listener`` hears of segment_alloc,
+    segment_free, segment_map and segment_unmap (bytes reserved and given back) and of oom (the
+    address is then the free memory, the size the block that was wanted); ``tracer`` of all that
+    and of alloc, free_requested and free_completed, with requested sizes: PyTorch's trace
+    entries. ``event_ready(stream)`` says whether the device has passed the oldest event that a
+    block given up waits for on ``stream``; by default it always has, as on a device that keeps up.
+    """
+
     def __init__(
         self,
         total_memory: int,
@@ -36,129 +60,691 @@ class CachingAllocator:
         listener: Listener | None = None,
         context: int = 0,
         addresses: AddressSource | None = None,
+        event_ready: Callable[[int], bool] | None = None,
+        version: tuple[int, int] = (2, 14),
+        device: int = 0,
     ) -> None:
-        self.total_memory = total_memory
-        self.context = context
-        self.conf = Config(text=conf)
+        self.device = Device(total_memory, context, addresses or FirstFit())
+        self.index = device
+        self.version = version
+        self.stats = Statistics()
+        self._total = self.stats.total
+        self.tracer: Listener | None = None
+        self.free_memory_callbacks: list[Callable[[], bool]] = []
+        self.out_of_memory_observers: list[Callable[[DeviceOutOfMemory], None]] = []
         self._listener = listener
-        self._addresses: AddressSource = addresses if addresses is not None else FirstFit()
-        self._small = Pool(True, Tally())
-        self._large = Pool(False, Tally())
-        self.allocated = 0
-        self.requested = 0
-        self.reserved = 0
-        self._peak_allocated = 0
-        self._peak_reserved = 0
-        self._rising = False
-        self._live: dict[int, Block] = {}
+        self._event_ready = event_ready
+        self._small = Pool(True, self.stats.small)
+        self._large = Pool(False, self.stats.large)
+        self.heads: dict[int, Block] = {}  # by address: the first block of each segment
+        self._events: dict[int, deque[Block]] = {}
+        self._private: dict[MempoolId, PrivatePool] = {}
+        self._captures: list[tuple[MempoolId, Callable[[int], bool]]] = []
+        self._deferred: list[Block] = []  # given up during a capture, used on several streams
+        self._capture_uses: dict[Block, set[int]] = {}
+        self._expandable = Expandable(self)
+        self._allowed: int | None = None
+        self._fraction: float | None = None
+        self.configure(conf)
+
+    # -- settings ------------------------------------------------------------------------------
+
+    def configure(self, conf: str) -> None:
+        """Take new settings, as ``torch.cuda.memory._set_allocator_settings`` does."""
+        self.conf = Config.parse(conf, self.version)
+        if self.conf.memory_fraction is not None:
+            self.set_memory_fraction(self.conf.memory_fraction)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Work out, once per change of settings, what ``malloc`` needs to know."""
+        conf = self.conf
+        self._round = conf.round_size if conf.rounds_to_power2 else None
+        self._ages = self._allowed is not None and conf.garbage_collection_threshold > 0
+        self._oversize = conf.max_split_size if conf.max_split_size < UNLIMITED else 0
+        # Whether the first free block that is large enough may be the wrong one.
+        self._picky = bool(self._oversize) or self._ages or conf.expandable_segments
+        self._picky = self._picky or bool(self._expandable.segments)
+        for pool in self._pools():
+            for lane in pool.lanes.values():
+                lane.least_rest = self._least_rest(pool)
+
+    def _least_rest(self, pool: Pool) -> int:
+        """From which size a rest is split off (``should_split``)."""
+        if pool.owner is not None and pool.owner.no_split:
+            return UNLIMITED
+        return MIN_BLOCK if pool.small or self.conf.expandable_segments else SMALL_SIZE + 1
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        """Allow the process this part of the device's total memory."""
+        self._fraction = fraction
+        self._allowed = int(fraction * self.device.total)
+        if hasattr(self, "_picky"):
+            self._prepare()
+
+    # -- figures -------------------------------------------------------------------------------
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the blocks that the program holds: ``torch.cuda.memory_allocated()``."""
+        small, large = self.stats.small, self.stats.large
+        return small.bytes_in - small.bytes_out + large.bytes_in - large.bytes_out
+
+    @property
+    def requested(self) -> int:
+        """Bytes that were asked for, of the blocks still active."""
+        small, large = self.stats.small, self.stats.large
+        return small.requested_in - small.requested_out + large.requested_in - large.requested_out
+
+    @property
+    def reserved(self) -> int:
+        """Bytes held from the device: ``torch.cuda.memory_reserved()``."""
+        small, large = self.stats.small, self.stats.large
+        return small.reserved_in - small.reserved_out + large.reserved_in - large.reserved_out
 
     @property
     def peak_allocated(self) -> int:
-        self._settle()
-        return self._peak_allocated
+        """``torch.cuda.max_memory_allocated()``."""
+        self.stats.settle(self.stats.small)
+        return self.stats.total.peak_bytes
 
     @property
     def peak_reserved(self) -> int:
-        return self._peak_reserved
+        """``torch.cuda.max_memory_reserved()``."""
+        return self.stats.total.peak_reserved
 
     def reset_peak(self) -> None:
-        self._rising = False
-        self._peak_allocated = self.allocated
-        self._peak_reserved = self.reserved
+        self.stats.reset_peak()
 
-    def _settle(self) -> None:
-        if self._rising:
-            self._rising = False
-            if self.allocated > self._peak_allocated:
-                self._peak_allocated = self.allocated
+    def reset_accumulated(self) -> None:
+        self.stats.reset_accumulated()
+
+    # -- the two events ------------------------------------------------------------------------
 
     def malloc(self, size: int, stream: int = 0) -> Block:
-        taken = self.conf.round_size(size)
+        """A block for ``size`` bytes on ``stream``; raises :class:`DeviceOutOfMemory`.
+
+        PyTorch does not call its allocator for 0 bytes; a caller here shouldn't either.
+        """
+        if self._events and not self._captures:
+            self.process_events()
+        taken = (size + 511) & -512 or 512 if self._round is None else self._round(size)
         pool = self._small if taken <= SMALL_SIZE else self._large
-        lane = pool.lanes.get(stream)
-        if lane is None:
-            lane = pool.lanes[stream] = Lane(
-                pool, stream, MIN_BLOCK if pool.small else SMALL_SIZE + 1
-            )
+        if self._captures:
+            pool = self._captured_pool(taken, stream) or pool
+        lane = pool.lanes.get(stream) or self._open_lane(pool, stream)
         keys = lane.keys
         at = bisect_left(keys, taken << ADDRESS_BITS)
-        if at < len(keys):
-            block = lane.blocks.pop(keys.pop(at))
+        if at == len(keys) or self._picky:
+            block = self._find(lane, taken) or self._obtain(lane, size, taken)
         else:
-            block = self._grow(lane, size, taken)
-        rest = block.size - taken
-        if rest >= lane.least_rest:
-            front = Block(block.address, taken, lane)
-            front.prev = block.prev
-            if front.prev is not None:
-                front.prev.next = front
-            front.next = block
-            block.prev = front
-            block.address += taken
-            block.size = rest
-            lane.add(block)
-            block = front
+            block = lane.blocks.pop(keys.pop(at))
+
+        tally = lane.tally
+        total = self._total
         block.state = ALLOCATED
+        split = block.prev is not None or block.next is not None
+        rest = block.size - taken
+        if rest >= lane.least_rest and (not self._oversize or self._may_split(lane, taken)):
+            address = block.address + taken
+            tail = Block(address, rest, lane)
+            tail.state = FREE
+            tail.prev = block
+            tail.next = after = block.next
+            if after is not None:
+                after.prev = tail
+            block.next = tail
+            block.size = taken
+            key = rest << ADDRESS_BITS | address
+            insort(keys, key)
+            lane.blocks[key] = tail
+            if self._ages:
+                tail.born = lane.pool.searches
+            if block.expandable is not None:
+                tail.expandable = block.expandable
+            elif split:
+                if tally.split_rising or total.split_rising:
+                    self.stats.settle_split(tally)
+                tally.split_bytes_out += taken
+            else:
+                tally.split_in += 1
+                tally.split_bytes_in += rest
+                tally.split_rising = total.split_rising = True
+        else:
+            taken += rest
+            if split and block.expandable is None:
+                if tally.split_rising or total.split_rising:
+                    self.stats.settle_split(tally)
+                tally.split_out += 1
+                tally.split_bytes_out += taken
+
         block.requested = size
-        self.allocated += block.size
-        self.requested += size
-        self._rising = True
+        tally.blocks_in += 1
+        tally.bytes_in += taken
+        tally.requested_in += size
+        tally.rising = total.rising = True
+        if self._oversize and taken >= self._oversize:
+            self.stats.oversize_allocations.add()
+        if self.tracer is not None:
+            self.tracer("alloc", block.address, size, stream)
         return block
 
     def free(self, block: Block) -> None:
-        self._settle()
-        self.allocated -= block.size
-        self.requested -= block.requested
-        lane = block.lane
-        for other in (block.prev, block.next):
-            if other is not None and other.state == FREE:
-                lane.remove(other)
-                other.state = GONE
-                if other is block.prev:
-                    block.address = other.address
-                    block.prev = other.prev
-                    if block.prev is not None:
-                        block.prev.next = block
-                else:
-                    block.next = other.next
-                    if block.next is not None:
-                        block.next.prev = block
-                block.size += other.size
-        lane.add(block)
-
-    def _grow(self, lane: Lane, requested: int, taken: int) -> Block:
-        if taken <= SMALL_SIZE:
-            size = SMALL_SEGMENT
-        elif taken < MIN_LARGE_ALLOC:
-            size = self.conf.large_segment
+        """The program gives ``block`` up; it waits where other streams still use it."""
+        if block.state != ALLOCATED:
+            raise ValueError(f"{block!r} is not allocated")
+        tally = block.lane.tally
+        total = self._total
+        if tally.rising or total.rising:
+            self.stats.settle(tally)
+        size = block.size
+        tally.blocks_out += 1
+        tally.bytes_out += size
+        if self.tracer is not None:
+            self.tracer("free_requested", block.address, block.requested, block.lane.stream)
+        if self._oversize and size >= self._oversize:
+            self.stats.oversize_allocations.remove()
+        if block.uses:
+            self._wait(block)
         else:
-            size = -(-taken // ROUND_LARGE) * ROUND_LARGE
-        if self.reserved + size > self.total_memory - self.context:
-            self.empty_cache()
-            if self.reserved + size > self.total_memory - self.context:
-                raise DeviceOutOfMemory(
-                    requested=requested,
-                    segment=size,
-                    allocated=self.allocated,
-                    reserved=self.reserved,
-                    free=self.total_memory - self.context - self.reserved,
-                    capacity=self.total_memory,
-                )
-        address = self._addresses.take(size)
-        self.reserved += size
-        self._peak_reserved = max(self._peak_reserved, self.reserved)
+            self._cache(block)
+
+    def _cache(self, block: Block) -> None:
+        """Merge ``block`` with free neighbours and put it into its pool (``free_block``)."""
+        lane = block.lane
+        tally = lane.tally
+        if self.tracer is not None:
+            self.tracer("free_completed", block.address, block.requested, lane.stream)
+        tally.requested_out += block.requested
+        size = whole = block.size
+        keys = lane.keys
+        merged = 0
+        after = block.next
+        if after is not None and after.state == FREE:
+            key = after.size << ADDRESS_BITS | after.address
+            del keys[bisect_left(keys, key)], lane.blocks[key]
+            after.state = GONE
+            whole += after.size
+            merged = 1
+            block.next = after = after.next
+            if after is not None:
+                after.prev = block
+        before = block.prev
+        if before is not None and before.state == FREE:
+            key = before.size << ADDRESS_BITS | before.address
+            del keys[bisect_left(keys, key)], lane.blocks[key]
+            block.state = GONE
+            whole += before.size
+            merged += 1
+            before.next = after
+            if after is not None:
+                after.prev = before
+            block, before = before, before.prev
+        block.size = whole
+        block.state = FREE
+        key = whole << ADDRESS_BITS | block.address
+        insort(keys, key)
+        lane.blocks[key] = block
+        if self._ages:
+            block.born = lane.pool.searches
+        if block.expandable is not None:
+            return  # PyTorch leaves expandable segments out of inactive_split
+        if before is not None or after is not None:
+            total = self._total
+            tally.split_bytes_in += size
+            if merged == 0:
+                tally.split_in += 1
+            elif merged == 2:
+                if tally.split_rising or total.split_rising:
+                    self.stats.settle_split(tally)
+                tally.split_out += 1
+            tally.split_rising = total.split_rising = True
+        elif merged:
+            if tally.split_rising or self._total.split_rising:
+                self.stats.settle_split(tally)
+            tally.split_out += merged
+            tally.split_bytes_out += whole - size
+
+    # -- looking for a block -------------------------------------------------------------------
+
+    def _open_lane(self, pool: Pool, stream: int) -> Lane:
+        lane = pool.lanes[stream] = Lane(pool, stream, self._least_rest(pool))
+        return lane
+
+    def _may_split(self, lane: Lane, taken: int) -> bool:
+        return lane.pool.small or self.conf.expandable_segments or taken < self._oversize
+
+    def _find(self, lane: Lane, taken: int) -> Block | None:
+        """The best cached block (``get_free_block``), taken out of its pool."""
+        if self._ages:
+            lane.pool.searches += 1
+        keys = lane.keys
+        at = bisect_left(keys, taken << ADDRESS_BITS)
+        if at == len(keys):
+            return None
+        block = lane.blocks[keys[at]]
+        if block.expandable is not None:
+            if self.conf.expandable_segments:
+                # An expandable block counts with the address space it can still grow into.
+                while block.expandable is not None and at + 1 < len(keys):
+                    following = lane.blocks[keys[at + 1]]
+                    if _room(following) >= _room(block):
+                        break
+                    block, at = following, at + 1
+            else:
+                while block.expandable is not None:
+                    at += 1
+                    if at == len(keys):
+                        return None
+                    block = lane.blocks[keys[at]]
+        if self._oversize:
+            # Small requests don't touch oversize blocks, large ones don't waste too much of one.
+            if taken < self._oversize <= block.size:
+                return None
+            if self._oversize <= taken <= block.size - self.conf.max_non_split_rounding:
+                return None
+        del lane.blocks[keys.pop(at)]
+        return block
+
+    def _segment_size(self, taken: int) -> int:
+        """What to ask the device for (``get_allocation_size``)."""
+        if taken <= SMALL_SIZE:
+            return SMALL_SEGMENT
+        if taken < MIN_LARGE_ALLOC:
+            return self.conf.large_segment
+        return -(-taken // ROUND_LARGE) * ROUND_LARGE
+
+    def _obtain(self, lane: Lane, requested: int, taken: int) -> Block:
+        """A block from the device, when no cached one will do; what it takes is PyTorch's order."""
+        # A list, not a generator: PyTorch runs every callback.
+        if any([callback() for callback in self.free_memory_callbacks]):
+            block = self._find(lane, taken)
+            if block is not None:
+                return block
+        if self._ages:
+            self._collect_garbage()
+        segment = self._segment_size(taken)
+        block = self._allocate(lane, taken, segment)
+        if block is None and lane.pool.owner is None:
+            block = self._overflow(lane, taken)
+        if block is None and self._release_available(lane, taken):
+            block = self._allocate(lane, taken, segment)
+        if block is None and not self._captures:
+            self._release_cached()
+            self.stats.alloc_retries += 1
+            block = self._allocate(lane, taken, segment)
+        if block is None:
+            raise self._out_of_memory(lane, requested, taken, segment)
+        return block
+
+    def _allocate(self, lane: Lane, taken: int, segment: int) -> Block | None:
+        """New memory from the device (``alloc_block``), or None."""
+        if self._allowed is not None and self.reserved + segment > self._allowed:
+            return None
+        owner = lane.pool.owner
+        if self.conf.expandable_segments and not (owner is not None and owner.foreign):
+            block = self._expandable.allocate(lane, taken)
+        else:
+            block = self._new_segment(lane, segment)
+        if block is not None and owner is not None:
+            owner.mallocs += 1
+        return block
+
+    def _new_segment(self, lane: Lane, size: int) -> Block | None:
+        address = self.device.malloc(size)
+        if address is None:
+            return None
+        block = Block(address, size, lane)
+        self.heads[address] = block
+        self.reserve(lane, size, 1)
+        if self._oversize and size >= self._oversize:
+            self.stats.oversize_segments.add()
+        self.notify("segment_alloc", address, size, lane.stream)
+        return block
+
+    def _out_of_memory(
+        self, lane: Lane, requested: int, taken: int, segment: int
+    ) -> DeviceOutOfMemory:
+        self.notify("oom", self.device.free, taken, lane.stream)
+        self.stats.ooms += 1
+        private = [pool for owner in self._private.values() for pool in owner.pools]
+        error = DeviceOutOfMemory(
+            requested=requested,
+            segment=segment,
+            allocated=self.allocated,
+            reserved=self.reserved,
+            free=self.device.free,
+            capacity=self.device.total,
+            fraction=self._fraction,
+            allowed=self._allowed,
+            in_private_pools=sum(
+                block.size
+                for pool in private
+                for lane in pool.lanes.values()
+                for block in lane.blocks.values()
+            ),
+            device=self.index,
+            version=self.version,
+        )
+        for observer in self.out_of_memory_observers:
+            observer(error)
+        return error
+
+    def notify(self, kind: str, address: int, size: int, stream: int) -> None:
+        """Tell the listener and the tracer about a segment."""
         if self._listener is not None:
-            self._listener("segment_alloc", address, size, lane.stream)
-        return Block(address, size, lane)
+            self._listener(kind, address, size, stream)
+        if self.tracer is not None:
+            self.tracer(kind, address, size, stream)
+
+    # -- giving memory back ----------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        for pool in (self._large, self._small):
-            for lane in pool.by_stream():
-                for block in lane.in_order():
-                    if not block.is_split:
-                        lane.remove(block)
-                        block.state = GONE
-                        self.reserved -= block.size
-                        self._addresses.give_back(block.address, block.size)
-                        if self._listener is not None:
-                            self._listener("segment_free", block.address, block.size, lane.stream)
+        """Give every unused segment back to the device: ``torch.cuda.empty_cache()``."""
+        self._release_cached()
+
+    def _release_available(self, lane: Lane, taken: int) -> bool:
+        """Give back oversize blocks, no more than the request needs."""
+        if not self._oversize:
+            return False
+        wanted = max(taken, self._oversize)
+        keys = lane.keys
+        at = bisect_left(keys, wanted << ADDRESS_BITS)
+        if at < len(keys) and lane.blocks[keys[at]].expandable is None:
+            self._release(lane.blocks[keys[at]])
+            return True
+        # No single one suffices: several, the largest first. (PyTorch 2.6 counts the block before
+        # `at` even if it is of another stream and stops there; so nothing is lost.)
+        released = 0
+        for key in reversed(keys[:at]):
+            block = lane.blocks[key]
+            if released >= wanted or block.size < self._oversize:
+                break
+            if block.expandable is None:
+                released += block.size
+                self._release(block)
+        return released >= wanted
+
+    def _release_cached(self) -> None:
+        """Give back all that is free, after waiting for all events (``release_cached_blocks``)."""
+        if not self._captures:
+            self._wait_for_all()
+            self._release_pool(self._large)
+            self._release_pool(self._small)
+        for mempool, owner in list(self._private.items()):
+            if owner.users == 0:
+                for pool in owner.pools:
+                    self._release_pool(pool)
+                if owner.mallocs == 0:
+                    del self._private[mempool]
+
+    def _release_pool(self, pool: Pool) -> None:
+        growing: list[Block] = []
+        for lane in pool.by_stream():
+            for block in lane.in_order():
+                if block.expandable is not None:
+                    growing.append(block)
+                elif not block.is_split:
+                    self._release(block)
+        for block in growing:
+            self._expandable.unmap(block)
+
+    def _release(self, block: Block) -> None:
+        """Give one unsplit segment back (``release_block``)."""
+        lane = block.lane
+        lane.remove(block)
+        block.state = GONE
+        del self.heads[block.address]
+        self.device.release(block.address, block.size)
+        self.unreserve(lane, block.size, 1)
+        if self._oversize and block.size >= self._oversize:
+            self.stats.oversize_segments.remove()
+        self.notify("segment_free", block.address, block.size, lane.stream)
+
+    def reserve(self, lane: Lane, size: int, segments: int) -> None:
+        """Count ``size`` bytes that came from the device."""
+        self.stats.reserve(lane.tally, size, segments)
+        if lane.pool.owner is not None:
+            lane.pool.owner.reserve(lane.pool.small, size)
+
+    def unreserve(self, lane: Lane, size: int, segments: int) -> None:
+        self.stats.unreserve(lane.tally, size, segments)
+        if lane.pool.owner is not None:
+            lane.pool.owner.mallocs -= 1
+            lane.pool.owner.unreserve(lane.pool.small, size)
+
+    def _collect_garbage(self) -> None:
+        """Give back what was unused for longest (``garbage_collect_cached_blocks``)."""
+        assert self._allowed is not None
+        threshold = int(self.conf.garbage_collection_threshold * self._allowed)
+        target = self.reserved - threshold
+        if target <= 0:
+            return
+        searches = self._large.searches
+        blocks = [
+            block
+            for lane in self._large.by_stream()
+            for block in lane.in_order()
+            if not block.is_split
+        ]
+        age = sum(searches - block.born for block in blocks)
+        candidates = len(blocks)
+        reclaimed = 0
+        found = True
+        while reclaimed < target and found and candidates > 0:
+            found = False
+            average = age / candidates
+            for block in blocks:
+                if block.state == FREE and searches - block.born >= average:
+                    found = True
+                    reclaimed += block.size
+                    age -= searches - block.born
+                    candidates -= 1
+                    self._release(block)
+
+    # -- several streams -------------------------------------------------------------------------
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """``stream`` uses ``block`` too: it returns only after that stream has passed its end."""
+        if stream == block.lane.stream:
+            return
+        if block.uses is None:
+            block.uses = set()
+        block.uses.add(stream)
+        if self._captures:
+            self._capture_uses.setdefault(block, set()).add(stream)
+
+    def _wait(self, block: Block) -> None:
+        """``block`` was given up, but other streams use it still."""
+        block.state = PENDING
+        tally = block.lane.tally
+        tally.late += 1
+        tally.late_bytes += block.size
+        if self._captures:
+            self._deferred.append(block)
+        else:
+            self._insert_events(block)
+
+    def _insert_events(self, block: Block) -> None:
+        uses, block.uses = block.uses or set(), None
+        for stream in sorted(uses):
+            block.events += 1
+            self._events.setdefault(stream, deque()).append(block)
+
+    def _insert_deferred(self) -> None:
+        """After a capture: wait for the streams that used the block outside of it."""
+        for block in self._deferred:
+            if block.uses is not None:
+                block.uses -= self._capture_uses.pop(block, set())
+            self._insert_events(block)
+            if block.events == 0:
+                self._return(block)
+        self._deferred.clear()
+
+    def process_events(self) -> None:
+        """Take back the blocks whose streams have passed them; ``malloc`` does this first."""
+        self._insert_deferred()
+        for stream, queue in list(self._events.items()):
+            while queue and (self._event_ready is None or self._event_ready(stream)):
+                self._pass_event(queue.popleft())
+            if not queue:
+                del self._events[stream]
+
+    def _wait_for_all(self) -> None:
+        """As if every stream were waited for (``synchronize_and_free_events``)."""
+        self.stats.sync_all_streams += 1
+        self._insert_deferred()
+        events, self._events = self._events, {}
+        for queue in events.values():
+            for block in queue:
+                self._pass_event(block)
+
+    def _pass_event(self, block: Block) -> None:
+        block.events -= 1
+        if block.events == 0:
+            self._return(block)
+
+    def _return(self, block: Block) -> None:
+        tally = block.lane.tally
+        self.stats.settle(tally)
+        tally.late -= 1
+        tally.late_bytes -= block.size
+        self._cache(block)
+
+    # -- private pools: CUDA graphs and torch.cuda.MemPool ---------------------------------------
+
+    def _pools(self) -> list[Pool]:
+        """All pools, the default ones first."""
+        private = [pool for owner in self._private.values() for pool in owner.pools]
+        return [self._large, self._small, *private]
+
+    def create_pool(
+        self,
+        mempool: MempoolId,
+        *,
+        foreign: bool = False,
+        no_split: bool = False,
+        use_on_oom: bool = False,
+    ) -> None:
+        """Make a private pool, or use one once more.
+
+        ``foreign``: it has an allocator of its own, so its segments never expand. ``no_split`` and
+        ``use_on_oom`` are ``torch.cuda.MemPool``'s.
+        """
+        owner = self._private.get(mempool)
+        if owner is None:
+            owner = self._private[mempool] = PrivatePool(
+                mempool, self.stats.small, self.stats.large, foreign, no_split, use_on_oom
+            )
+        owner.users += 1
+
+    def begin_allocate_to_pool(
+        self, mempool: MempoolId, chooses: Callable[[int], bool] = lambda stream: True
+    ) -> None:
+        """From now on requests on streams that ``chooses`` accepts go to ``mempool``."""
+        if any(mempool == other for other, _ in self._captures):
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.create_pool(mempool)
+        self._captures.append((mempool, chooses))
+
+    def end_allocate_to_pool(self, mempool: MempoolId) -> None:
+        for index, (other, _) in enumerate(self._captures):
+            if other == mempool:
+                del self._captures[index]
+                return
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    def release_pool(self, mempool: MempoolId) -> None:
+        """One user less; without users ``empty_cache`` gives its free segments back."""
+        self._private[mempool].users -= 1
+
+    def _captured_pool(self, taken: int, stream: int) -> Pool | None:
+        for mempool, chooses in reversed(self._captures):
+            if chooses(stream):
+                owner = self._private[mempool]
+                return owner.small if taken <= SMALL_SIZE else owner.large
+        return None
+
+    def _overflow(self, lane: Lane, taken: int) -> Block | None:
+        """A cached block of a pool made with ``use_on_oom`` (``try_mempool_fallback``)."""
+        for owner in self._private.values():
+            if owner.use_on_oom:
+                pool = owner.small if taken <= SMALL_SIZE else owner.large
+                other = pool.lanes.get(lane.stream)
+                block = None if other is None else self._find(other, taken)
+                if block is not None:
+                    return block
+        return None
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def mem_get_info(self) -> tuple[int, int]:
+        """Free and total bytes of the device: ``torch.cuda.mem_get_info()``."""
+        return self.device.free, self.device.total
+
+    def memory_stats(self) -> dict[str, int]:
+        """``torch.cuda.memory_stats()``: PyTorch's flat keys, sorted as it sorts them."""
+        limit = self.conf.max_split_size if self.conf.max_split_size < UNLIMITED else -1
+        stats = dict(self.stats.items(limit))
+        for owner in self._private.values():
+            stats.update(owner.items())
+        return dict(sorted(stats.items()))
+
+    def segments(self) -> list[dict[str, Any]]:
+        """``torch.cuda.memory._snapshot()['segments']``, without stacks."""
+        segments = []
+        for head in self.heads.values():
+            block: Block | None = head
+            while block is not None:
+                if block.state == UNMAPPED:
+                    block = block.next
+                    continue
+                segment, block = _describe(block, self.index)
+                segments.append(segment)
+        return sorted(segments, key=lambda segment: segment["address"])
+
+
+def _room(block: Block) -> int:
+    """The block's size with the unmapped address space behind it."""
+    after = block.next
+    return block.size + (after.size if after is not None and after.state == UNMAPPED else 0)
+
+
+_STATES = {FREE: "inactive", ALLOCATED: "active_allocated", PENDING: "active_pending_free"}
+
+
+def _describe(head: Block, device: int) -> tuple[dict[str, Any], Block | None]:
+    """One mapped range in the snapshot's form, and the block behind it."""
+    blocks: list[dict[str, Any]] = []
+    sums = {"total_size": 0, "allocated_size": 0, "active_size": 0, "requested_size": 0}
+    block: Block | None = head
+    while block is not None and block.state != UNMAPPED:
+        sums["total_size"] += block.size
+        if block.state == ALLOCATED:
+            sums["allocated_size"] += block.size
+        if block.state != FREE:
+            sums["active_size"] += block.size
+            sums["requested_size"] += block.requested
+        blocks.append(
+            {
+                "address": block.address,
+                "size": block.size,
+                "requested_size": block.requested,
+                "state": _STATES[block.state],
+                "frames": [],
+            }
+        )
+        block = block.next
+    owner = head.lane.pool.owner
+    segment = {
+        "device": device,
+        "address": head.address,
+        **sums,
+        "stream": head.lane.stream,
+        "segment_type": "small" if head.lane.pool.small else "large",
+        "segment_pool_id": (0, 0) if owner is None else owner.mempool,
+        "is_expandable": head.expandable is not None,
+        "frames": [],
+        "blocks": blocks,
+    }
+    return segment, block

@@ -26,6 +26,10 @@ class Config:
     memory_fraction: float | None = None
     text: str = field(default="", compare=False)
 
+    @staticmethod
+    def parse(text: str, version: tuple[int, int]) -> Config:
+        return Config(text=text)
+
     @property
     def rounds_to_power2(self) -> bool:
         return any(divisions > 1 for divisions in self.roundup_power2_divisions)

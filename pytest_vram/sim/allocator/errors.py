@@ -35,7 +35,7 @@ class DeviceOutOfMemory(MemoryError):
         allowed: int | None = None,
         in_private_pools: int = 0,
         device: int = 0,
-        conf_variable: str = "PYTORCH_CUDA_ALLOC_CONF",
+        version: tuple[int, int] = (2, 14),
     ) -> None:
         self.requested = requested
         self.segment = segment
@@ -47,7 +47,7 @@ class DeviceOutOfMemory(MemoryError):
         self.allowed = allowed
         self.in_private_pools = in_private_pools
         self.device = device
-        self.conf_variable = conf_variable
+        self.version = version
         super().__init__(self.message())
 
     def message(self, process: str = "") -> str:
@@ -69,7 +69,7 @@ class DeviceOutOfMemory(MemoryError):
             f"Of the allocated memory {format_size(self.allocated + pools)} is allocated by "
             f"PyTorch, {private}and {format_size(self.reserved - self.allocated - pools)} is "
             "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
-            f"setting {self.conf_variable}=expandable_segments:True to avoid fragmentation.  See "
+            f"setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
             "documentation for Memory Management  "
             "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
         )
