@@ -1,0 +1,341 @@
+"""The shape of a transformer: every parameter tensor it has, counted, and nothing else.
+
+A model is a few **towers** (stacks of equal layers: one for a decoder, two for an encoder-decoder)
+between an embedding and a head. Symbols used throughout the planning room:
+
+====  =====================================================
+L     layers of a tower
+H     hidden size
+A     attention heads, ``K`` key/value heads, ``D`` size of a head
+F     inner size of the feed-forward block
+V     vocabulary
+B, S  micro-batch size and sequence length (tokens)
+N     parameters
+====  =====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Role = Literal["embedding", "position", "norm", "matrix", "bias", "router", "expert", "head", "other"]
+Cut = Literal["", "columns", "rows"]
+Activation = Literal["gelu", "gelu_new", "silu", "relu"]
+
+
+class PlanError(ValueError):
+    """A question that has no answer, or a model that cannot exist; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """``count`` parameter tensors of one shape that do the same job.
+
+    ``cut`` says how tensor parallelism divides it (Shoeybi et al. 2019, arXiv 1909.08053): by
+    columns (output features), by rows (input features), or not at all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    count: int = 1
+    cut: Cut = ""
+
+    @property
+    def numel(self) -> int:
+        size = 1
+        for side in self.shape:
+            size *= side
+        return size
+
+    @property
+    def total(self) -> int:
+        return self.numel * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """``layers`` equal transformer layers. Zero for ``kv_heads``, ``head_dim`` and ``moe_layers``
+    means the usual: as many as heads, H / A, and every layer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = False
+    activation: Activation = "gelu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norms: int = 2  #: norms per layer: 2 usual, 1 with parallel blocks, 4 with sandwich norms
+    fused_qkv: bool = False
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    qk_norm: bool = False
+    rotary: bool = False
+    causal: bool = True
+    cross_attention: bool = False
+    experts: int = 0
+    top_k: int = 0
+    shared_ffn: int = 0
+    moe_layers: int = 0
+    moe_ffn: int = 0
+    fused_experts: bool = False  #: one tensor for all experts, as current libraries keep them
+    window: int = 0  #: sliding attention window; 0 for none
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "ffn"):
+            _positive(name, getattr(self, name))
+        if not self.head_dim and self.hidden % self.heads:
+            raise PlanError(
+                f"{self.heads} heads do not divide a hidden size of {self.hidden} "
+                f"(say head_dim if a head is not hidden/heads wide)"
+            )
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
+        if self.heads % self.kv_heads:
+            raise PlanError(f"{self.kv_heads} key/value heads do not divide {self.heads} heads")
+        if self.experts:
+            if not 0 < self.top_k <= self.experts:
+                raise PlanError(f"{self.top_k} experts per token out of {self.experts}")
+            object.__setattr__(self, "moe_layers", self.moe_layers or self.layers)
+            object.__setattr__(self, "moe_ffn", self.moe_ffn or self.ffn)
+        if self.moe_layers > self.layers:
+            raise PlanError(f"{self.moe_layers} mixture layers out of {self.layers} layers")
+
+    @property
+    def query(self) -> int:
+        """Width of the queries, A·D."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Width of the keys, and of the values, K·D."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def dense_layers(self) -> int:
+        return self.layers - self.moe_layers
+
+    def weights(self, prefix: str = "layers") -> Iterator[Weight]:
+        """Every parameter tensor of the tower."""
+        yield from self._attention(f"{prefix}.attention", self.layers)
+        if self.cross_attention:
+            yield from self._attention(f"{prefix}.cross", self.layers)
+        yield from _norm(f"{prefix}.norm", self, self.norms * self.layers)
+        if self.dense_layers:
+            yield from self._mlp(f"{prefix}.mlp", self.ffn, self.dense_layers)
+        if self.experts:
+            yield from self._experts(prefix)
+
+    def _attention(self, name: str, count: int) -> Iterator[Weight]:
+        wide = self.query + 2 * self.kv
+        if self.fused_qkv:
+            parts = {"qkv": wide}
+        else:
+            parts = {"q": self.query, "k": self.kv, "v": self.kv}
+        for part, out in parts.items():
+            yield Weight(f"{name}.{part}", (out, self.hidden), "matrix", count, "columns")
+            if self.qkv_bias:
+                yield Weight(f"{name}.{part}.bias", (out,), "bias", count, "columns")
+        yield Weight(f"{name}.o", (self.hidden, self.query), "matrix", count, "rows")
+        if self.out_bias:
+            yield Weight(f"{name}.o.bias", (self.hidden,), "bias", count)
+        if self.qk_norm:
+            yield Weight(f"{name}.qk_norm", (self.head_dim,), "norm", 2 * count)
+
+    def _mlp(self, name: str, ffn: int, count: int) -> Iterator[Weight]:
+        ups = ("gate", "up") if self.gated else ("up",)
+        for part in ups:
+            yield Weight(f"{name}.{part}", (ffn, self.hidden), "matrix", count, "columns")
+            if self.mlp_bias:
+                yield Weight(f"{name}.{part}.bias", (ffn,), "bias", count, "columns")
+        yield Weight(f"{name}.down", (self.hidden, ffn), "matrix", count, "rows")
+        if self.mlp_bias:
+            yield Weight(f"{name}.down.bias", (self.hidden,), "bias", count)
+
+    def _experts(self, prefix: str) -> Iterator[Weight]:
+        name, layers = f"{prefix}.experts", self.moe_layers
+        yield Weight(f"{name}.router", (self.experts, self.hidden), "router", layers)
+        ups = 2 if self.gated else 1
+        if self.fused_experts:
+            up = (self.experts, ups * self.moe_ffn, self.hidden)
+            down = (self.experts, self.hidden, self.moe_ffn)
+            yield Weight(f"{name}.up", up, "expert", layers, "columns")
+            yield Weight(f"{name}.down", down, "expert", layers, "rows")
+        else:
+            count = layers * self.experts
+            up1, down1 = (self.moe_ffn, self.hidden), (self.hidden, self.moe_ffn)
+            yield Weight(f"{name}.up", up1, "expert", ups * count, "columns")
+            yield Weight(f"{name}.down", down1, "expert", count, "rows")
+        if self.shared_ffn:
+            yield from self._mlp(f"{prefix}.shared", self.shared_ffn, layers)
+
+    def scaled(self, layers: int) -> Tower:
+        """The same tower with another number of layers (mixture layers in proportion)."""
+        moe = min(layers, round(self.moe_layers * layers / self.layers)) if self.experts else 0
+        return replace(self, layers=layers, moe_layers=moe)
+
+
+def _norm(name: str, tower: Tower, count: int) -> Iterator[Weight]:
+    yield Weight(f"{name}.weight", (tower.hidden,), "norm", count)
+    if tower.norm == "layernorm":
+        yield Weight(f"{name}.bias", (tower.hidden,), "norm", count)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A whole model. ``others`` holds what no formula covers (patch projection, pooler, relative
+    position tables); ``inputs_per_sample`` is set where the input is not token ids (pixels)."""
+
+    name: str
+    towers: tuple[Tower, ...]
+    vocab: int = 0
+    positions: int = 0  #: rows of a learned position table
+    tied: bool = False  #: the head shares the embedding's tensor
+    head: Literal["lm", "classes", "none"] = "lm"
+    head_rows: int = 0  #: classes of a classification head
+    head_bias: bool = False
+    head_transform: bool = False  #: dense + activation + norm before the head (BERT)
+    final_norm: bool = True
+    embedding_width: int = 0  #: 0: hidden
+    embedding_norm: bool = False
+    others: tuple[Weight, ...] = ()
+    tokens_per_sample: int = 0  #: fixed sequence (ViT); 0: as asked
+    pixels_per_sample: int = 0
+    attention: Literal["", "explicit"] = ""  #: "explicit" where the library has nothing else
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.towers:
+            raise PlanError(f"{self.name}: a model needs at least one tower of layers")
+        if self.head == "lm" and self.vocab <= 0:
+            raise PlanError(f"{self.name}: a language-model head needs a vocabulary")
+        if self.vocab < 0 or self.positions < 0:
+            raise PlanError(f"{self.name}: sizes cannot be negative")
+
+    @property
+    def tower(self) -> Tower:
+        """The tower that ends in the head."""
+        return self.towers[-1]
+
+    @property
+    def hidden(self) -> int:
+        return self.tower.hidden
+
+    @property
+    def layers(self) -> int:
+        return sum(tower.layers for tower in self.towers)
+
+    @property
+    def logits(self) -> int:
+        """Values per token that the head produces; 0 without one."""
+        return {"lm": self.vocab, "classes": self.head_rows, "none": 0}[self.head]
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter tensor of the model, each physical tensor once."""
+        width = self.embedding_width or self.hidden
+        if self.vocab:
+            yield Weight("embedding", (self.vocab, width), "embedding", 1, "columns")
+        if self.positions:
+            yield Weight("positions", (self.positions, self.hidden), "position")
+        if width != self.hidden:
+            yield Weight("embedding.project", (self.hidden, width), "matrix", 2)
+        if self.embedding_norm:
+            yield from _norm("embedding.norm", self.tower, 1)
+        for index, tower in enumerate(self.towers):
+            prefix = "layers" if len(self.towers) == 1 else f"tower{index}"
+            yield from tower.weights(prefix)
+            if self.final_norm:
+                yield from _norm(f"{prefix}.final_norm", tower, 1)
+        yield from self._head()
+        yield from self.others
+
+    def _head(self) -> Iterator[Weight]:
+        if self.head_transform:
+            yield Weight("head.transform", (self.hidden, self.hidden), "head")
+            yield Weight("head.transform.bias", (self.hidden,), "head")
+            yield from _norm("head.norm", self.tower, 1)
+        if self.head != "none" and not self.tied:
+            yield Weight("head", (self.logits, self.hidden), "head", 1, "columns")
+        if self.head_bias:
+            yield Weight("head.bias", (self.logits,), "head", 1, "columns")
+
+    @property
+    def parameters(self) -> int:
+        """N: how many parameters the model has."""
+        return sum(weight.total for weight in self.weights())
+
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest piece that sharded training gathers at once: one layer, or
+        the embedding."""
+        layers = [
+            sum(weight.total for weight in tower.weights()) // tower.layers for tower in self.towers
+        ]
+        tables = [weight.total for weight in self.weights() if weight.role in ("embedding", "head")]
+        return max([*layers, *tables])
+
+    def with_layers(self, layers: int) -> ModelShape:
+        """The same model, deeper or shallower; towers keep their proportions."""
+        if layers < len(self.towers):
+            raise PlanError(f"{layers} layers for {len(self.towers)} towers")
+        counts = [max(1, round(tower.layers * layers / self.layers)) for tower in self.towers]
+        counts[-1] = max(1, counts[-1] + layers - sum(counts))
+        towers = tuple(
+            tower.scaled(count) for tower, count in zip(self.towers, counts, strict=True)
+        )
+        return replace(self, towers=towers)
+
+
+def decoder(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocab: int,
+    ffn: int = 0,
+    kv_heads: int = 0,
+    head_dim: int = 0,
+    gated: bool = False,
+    rotary: bool = False,
+    rmsnorm: bool = False,
+    bias: bool = True,
+    positions: int = 0,
+    tied: bool = True,
+    experts: int = 0,
+    top_k: int = 2,
+    activation: Activation = "gelu",
+    name: str = "decoder",
+) -> ModelShape:
+    """A decoder from explicit sizes. ``ffn`` defaults to 4H, or to Llama's 8H/3 rounded up to a
+    multiple of 256 when ``gated``."""
+    _positive("hidden", hidden)
+    if not ffn:
+        ffn = -(-(8 * hidden // 3) // 256) * 256 if gated else 4 * hidden
+    tower = Tower(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=ffn,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        gated=gated,
+        activation="silu" if gated else activation,
+        norm="rmsnorm" if rmsnorm else "layernorm",
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        rotary=rotary,
+        experts=experts,
+        top_k=top_k if experts else 0,
+    )
+    return ModelShape(name, (tower,), vocab=vocab, positions=positions, tied=tied)
+
+
+def _positive(name: str, value: int) -> None:
+    if value <= 0:
+        raise PlanError(f"{name} must be positive, not {value}")
