@@ -63,6 +63,28 @@ class Block:
         """Whether it shares its segment with other blocks."""
         return self.prev is not None or self.next is not None
 
+    def cut(self, size: int) -> Block:
+        """Shorten the block to ``size`` bytes; what remains as a block of its own."""
+        rest = Block(self.address + size, self.size - size, self.lane)
+        rest.expandable = self.expandable
+        rest.prev, rest.next = self, self.next
+        if rest.next is not None:
+            rest.next.prev = rest
+        self.next = rest
+        self.size = size
+        return rest
+
+    def join(self) -> Block:
+        """Take the next block in."""
+        after = self.next
+        assert after is not None
+        after.state = GONE
+        self.size += after.size
+        self.next = after.next
+        if self.next is not None:
+            self.next.prev = self
+        return self
+
     def __repr__(self) -> str:
         return f"Block({self.address:#x}, size={self.size}, requested={self.requested})"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pytest_vram.sim.allocator.blocks import (
@@ -28,7 +28,8 @@ from pytest_vram.sim.allocator.config import MIB, MIN_BLOCK, UNLIMITED, Config
 from pytest_vram.sim.allocator.device import AddressSource, Device, FirstFit
 from pytest_vram.sim.allocator.errors import DeviceOutOfMemory
 from pytest_vram.sim.allocator.expandable import Expandable
-from pytest_vram.sim.allocator.statistics import Statistics, Tally
+from pytest_vram.sim.allocator.snapshot import describe, restore
+from pytest_vram.sim.allocator.statistics import Statistics
 
 SMALL_SIZE = 1 * MIB  # the largest block of the small pool
 SMALL_SEGMENT = 2 * MIB
@@ -64,7 +65,7 @@ class CachingAllocator:
         version: tuple[int, int] = (2, 14),
         device: int = 0,
     ) -> None:
-        self.device = Device(total_memory, context, addresses or FirstFit())
+        self.device = Device(total_memory, context, FirstFit() if addresses is None else addresses)
         self.index = device
         self.version = version
         self.stats = Statistics()
@@ -82,7 +83,7 @@ class CachingAllocator:
         self._captures: list[tuple[MempoolId, Callable[[int], bool]]] = []
         self._deferred: list[Block] = []  # given up during a capture, used on several streams
         self._capture_uses: dict[Block, set[int]] = {}
-        self._expandable = Expandable(self)
+        self.expandable = Expandable(self)
         self._allowed: int | None = None
         self._fraction: float | None = None
         self.configure(conf)
@@ -104,7 +105,7 @@ class CachingAllocator:
         self._oversize = conf.max_split_size if conf.max_split_size < UNLIMITED else 0
         # Whether the first free block that is large enough may be the wrong one.
         self._picky = bool(self._oversize) or self._ages or conf.expandable_segments
-        self._picky = self._picky or bool(self._expandable.segments)
+        self._picky = self._picky or bool(self.expandable.segments)
         for pool in self._pools():
             for lane in pool.lanes.values():
                 lane.least_rest = self._least_rest(pool)
@@ -311,6 +312,15 @@ class CachingAllocator:
         lane = pool.lanes[stream] = Lane(pool, stream, self._least_rest(pool))
         return lane
 
+    def lane(self, small: bool, stream: int, mempool: MempoolId = (0, 0)) -> Lane:
+        """The pool of small or large blocks on ``stream``, the default one or a private one."""
+        pool = self._small if small else self._large
+        if mempool != (0, 0):
+            if mempool not in self._private:
+                self.create_pool(mempool)
+            pool = self._private[mempool].small if small else self._private[mempool].large
+        return pool.lanes.get(stream) or self._open_lane(pool, stream)
+
     def _may_split(self, lane: Lane, taken: int) -> bool:
         return lane.pool.small or self.conf.expandable_segments or taken < self._oversize
 
@@ -383,7 +393,7 @@ class CachingAllocator:
             return None
         owner = lane.pool.owner
         if self.conf.expandable_segments and not (owner is not None and owner.foreign):
-            block = self._expandable.allocate(lane, taken)
+            block = self.expandable.allocate(lane, taken)
         else:
             block = self._new_segment(lane, segment)
         if block is not None and owner is not None:
@@ -487,7 +497,7 @@ class CachingAllocator:
                 elif not block.is_split:
                     self._release(block)
         for block in growing:
-            self._expandable.unmap(block)
+            self.expandable.unmap(block)
 
     def _release(self, block: Block) -> None:
         """Give one unsplit segment back (``release_block``)."""
@@ -692,59 +702,14 @@ class CachingAllocator:
 
     def segments(self) -> list[dict[str, Any]]:
         """``torch.cuda.memory._snapshot()['segments']``, without stacks."""
-        segments = []
-        for head in self.heads.values():
-            block: Block | None = head
-            while block is not None:
-                if block.state == UNMAPPED:
-                    block = block.next
-                    continue
-                segment, block = _describe(block, self.index)
-                segments.append(segment)
-        return sorted(segments, key=lambda segment: segment["address"])
+        return describe(self.heads.values(), self.index)
+
+    def restore(self, segments: Iterable[Mapping[str, Any]]) -> dict[int, Block]:
+        """Take up a recorded state, while still unused; the blocks in use, by address."""
+        return restore(self, segments)
 
 
 def _room(block: Block) -> int:
     """The block's size with the unmapped address space behind it."""
     after = block.next
     return block.size + (after.size if after is not None and after.state == UNMAPPED else 0)
-
-
-_STATES = {FREE: "inactive", ALLOCATED: "active_allocated", PENDING: "active_pending_free"}
-
-
-def _describe(head: Block, device: int) -> tuple[dict[str, Any], Block | None]:
-    """One mapped range in the snapshot's form, and the block behind it."""
-    blocks: list[dict[str, Any]] = []
-    sums = {"total_size": 0, "allocated_size": 0, "active_size": 0, "requested_size": 0}
-    block: Block | None = head
-    while block is not None and block.state != UNMAPPED:
-        sums["total_size"] += block.size
-        if block.state == ALLOCATED:
-            sums["allocated_size"] += block.size
-        if block.state != FREE:
-            sums["active_size"] += block.size
-            sums["requested_size"] += block.requested
-        blocks.append(
-            {
-                "address": block.address,
-                "size": block.size,
-                "requested_size": block.requested,
-                "state": _STATES[block.state],
-                "frames": [],
-            }
-        )
-        block = block.next
-    owner = head.lane.pool.owner
-    segment = {
-        "device": device,
-        "address": head.address,
-        **sums,
-        "stream": head.lane.stream,
-        "segment_type": "small" if head.lane.pool.small else "large",
-        "segment_pool_id": (0, 0) if owner is None else owner.mempool,
-        "is_expandable": head.expandable is not None,
-        "frames": [],
-        "blocks": blocks,
-    }
-    return segment, block

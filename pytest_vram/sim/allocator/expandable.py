@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_vram.sim.allocator.blocks import FREE, GONE, UNMAPPED, Block, ExpandableSegment, Lane
+from pytest_vram.sim.allocator.blocks import (
+    ALLOCATED,
+    FREE,
+    GONE,
+    UNMAPPED,
+    Block,
+    ExpandableSegment,
+    Lane,
+)
 
 if TYPE_CHECKING:
     from pytest_vram.sim.allocator.caching import CachingAllocator
@@ -52,13 +60,14 @@ class Expandable:
                 return block
         return self._open(lane)
 
-    def _open(self, lane: Lane) -> Block:
+    def _open(self, lane: Lane, address: int | None = None) -> Block:
         """Reserve address space for 9/8 of the device's memory."""
         device = self._allocator.device
         conf = self._allocator.conf
         granule = SMALL_GRANULE if lane.pool.small else conf.large_segment
         granules = -(-(device.total + device.total // 8) // granule)
-        address = device.addresses.take(granule * granules)
+        if address is None:
+            address = device.addresses.take(granule * granules)
         segment = ExpandableSegment(address, granule, granules)
         self.segments.append(segment)
         block = Block(address, segment.size, lane)
@@ -80,17 +89,17 @@ class Expandable:
             return None
         del lane.unmapped[address]
         if size < block.size:
-            rest = _cut(block, size)
+            rest = block.cut(size)
             rest.state = UNMAPPED
             lane.unmapped[rest.address] = rest
         block.state = FREE
         before, after = block.prev, block.next
         if after is not None and after.state == FREE:
             lane.remove(after)
-            block = _join(block, after)
+            block = block.join()
         if before is not None and before.state == FREE:
             lane.remove(before)
-            block = _join(before, block)
+            block = before.join()
         lane.add(block)
         allocator.reserve(lane, size, 0)
         allocator.notify("segment_map", address, size, lane.stream)
@@ -108,25 +117,40 @@ class Expandable:
             return
         lane.remove(block)
         if begin > block.address:
-            middle = _cut(block, begin - block.address)
+            middle = block.cut(begin - block.address)
             lane.add(block)
             block = middle
         if size < block.size:
-            lane.add(_cut(block, size))
+            lane.add(block.cut(size))
         block.state = UNMAPPED
         before, after = block.prev, block.next
         if after is not None and after.state == UNMAPPED:
             del lane.unmapped[after.address]
-            block = _join(block, after)
+            block = block.join()
         if before is not None and before.state == UNMAPPED:
             del lane.unmapped[before.address]
-            block = _join(before, block)
+            block = before.join()
         lane.unmapped[block.address] = block
         allocator.device.destroy(size)
         allocator.unreserve(lane, size, 0)
         allocator.notify("segment_unmap", begin, size, lane.stream)
         if not block.is_split:
             self._close(block)
+
+    def restore(self, lane: Lane, address: int, size: int, before: Block | None) -> Block:
+        """A recorded mapped range; ``before`` is the last block of the lane's range below it."""
+        block = before.next if before is not None else None
+        if block is None or block.address + block.size < address + size:
+            block = self._open(lane, address)
+        if block.address < address:
+            block = block.cut(address - block.address)
+        else:
+            del lane.unmapped[address]
+        rest = block.cut(size)
+        rest.state = UNMAPPED
+        lane.unmapped[rest.address] = rest
+        block.state = ALLOCATED
+        return block
 
     def _close(self, block: Block) -> None:
         segment = block.expandable
@@ -143,25 +167,3 @@ def _has_room(block: Block | None, size: int) -> bool:
         size -= block.size
         block = block.next
     return size <= 0
-
-
-def _cut(block: Block, size: int) -> Block:
-    """Shorten ``block`` to ``size`` bytes; the rest as a block of its own."""
-    rest = Block(block.address + size, block.size - size, block.lane)
-    rest.expandable = block.expandable
-    rest.prev, rest.next = block, block.next
-    if rest.next is not None:
-        rest.next.prev = rest
-    block.next = rest
-    block.size = size
-    return rest
-
-
-def _join(block: Block, after: Block) -> Block:
-    """``block`` takes its neighbour in."""
-    block.size += after.size
-    block.next = after.next
-    if block.next is not None:
-        block.next.prev = block
-    after.state = GONE
-    return block
