@@ -1,0 +1,224 @@
+"""Command-line options and ini settings, read into one frozen :class:`Settings`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_vram.marker import BudgetError, read_budget
+from pytest_vram.quantities import parse_size
+
+if TYPE_CHECKING:
+    from pytest_vram.sim.profiles import Profile
+
+DEFAULT_GPU = "a100-80gb"
+#: What `--vram-update` may be restricted to. Plain `--vram-update` is new and changed.
+CATEGORIES = ("new", "changed", "tighten", "prune")
+
+
+class SettingsError(ValueError):
+    """An option or ini value that cannot be used; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Which device answers: ``kind`` is ``auto``, ``cuda`` or ``sim``."""
+
+    kind: str = "auto"
+    index: int | None = None
+    profile: str | None = None
+
+
+def parse_device(text: str) -> Device:
+    """``auto``, ``cuda``, ``cuda:1``, ``sim`` or ``sim:rtx4090``."""
+    if text in ("auto", "cuda", "sim"):
+        return Device(text)
+    if match := re.fullmatch(r"cuda:(\d+)", text):
+        return Device("cuda", index=int(match[1]))
+    if match := re.fullmatch(r"sim:(.+)", text):
+        return Device("sim", profile=match[1])
+    raise SettingsError(f"{text!r} is no device: expected auto, cuda, cuda:N, sim or sim:PROFILE")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a person can choose for a whole run. ``update`` holds the categories of
+    ``--vram-update`` (empty: nothing is written); ``defaults`` are marker keywords that apply
+    where no marker gives them."""
+
+    rootdir: Path
+    enabled: bool = True
+    device: Device = Device()
+    gpu: str = DEFAULT_GPU
+    gpus: tuple[Profile, ...] = ()
+    estimate: bool = True
+    numerics: str = "auto"
+    numerics_limit: int = 1 << 30
+    update: frozenset[str] = frozenset()
+    dry_run: bool = False
+    strict: bool = False
+    baselines: Path = Path("vram_baselines")
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def profile_name(self, marked: str | None) -> str:
+        """The card to simulate: the marker's, else the option's, else the ini setting's."""
+        return marked or self.device.profile or self.gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting: its flag on the command line (if any) and its ini name (if any)."""
+
+    name: str
+    help: str
+    flag: str = ""
+    metavar: str = ""
+    ini: str = "string"  #: pytest's ini type; empty: command line only
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "vram_device",
+        "who answers how much memory a marked test takes: auto (CUDA where there is one, else a "
+        "simulated GPU), cuda, cuda:N, sim or sim:PROFILE",
+        flag="--vram-device",
+        metavar="DEVICE",
+    ),
+    Option(
+        "vram_estimate",
+        "on or off: whether a measured test is simulated first, to compare both",
+        flag="--vram-estimate",
+        metavar="on|off",
+    ),
+    Option(
+        "vram_numerics",
+        "how the numbers of a simulated test are checked: auto (a real run on the CPU unless the "
+        "model is too large), cpu (always) or off",
+        flag="--vram-numerics",
+        metavar="auto|cpu|off",
+    ),
+    Option(
+        "vram_baselines",
+        "directory of the stored baselines, relative to the rootdir (default: vram_baselines)",
+        flag="--vram-baselines",
+        metavar="DIR",
+    ),
+    Option("vram_gpu", f"the GPU to simulate where nothing else names one ({DEFAULT_GPU})"),
+    Option(
+        "vram_gpus",
+        "own GPUs to simulate, one a line: 'name: like=rtx4090, memory=48 GiB'; keys: like, "
+        "memory, capability, multiprocessors, ...",
+        ini="linelist",
+    ),
+    Option(
+        "vram_numerics_limit",
+        "tests whose simulated peak is above this are not run on the CPU (default: 1 GiB)",
+    ),
+    Option(
+        "vram_budget",
+        "vram_budget keywords for every marked test that does not give them, one a line: "
+        "'peak = 20 GiB'",
+        ini="linelist",
+    ),
+)
+
+
+def read_settings(option: Callable[[str], Any], ini: Callable[[str], Any], root: Path) -> Settings:
+    """Settings from ``option(name)`` (``None``: not given) and ``ini(name)`` (falsy: not given).
+
+    :raises SettingsError: naming the option or ini setting at fault.
+    """
+
+    def text(name: str, default: str) -> str:
+        return str(option(name) or ini(name) or default)
+
+    if not option("vram_enabled"):
+        return Settings(rootdir=root, enabled=False)
+    strict = option("vram_strict")
+    gpus = tuple(_named("vram_gpus", _own_gpu, line) for line in ini("vram_gpus") or ())
+    settings = Settings(
+        rootdir=root,
+        device=_named("--vram-device", parse_device, text("vram_device", "auto")),
+        gpu=text("vram_gpu", DEFAULT_GPU),
+        gpus=gpus,
+        estimate=_choice("--vram-estimate", text("vram_estimate", "on"), "on", "off") == "on",
+        numerics=_choice("--vram-numerics", text("vram_numerics", "auto"), "auto", "cpu", "off"),
+        numerics_limit=_named(
+            "vram_numerics_limit", parse_size, text("vram_numerics_limit", "1 GiB")
+        ),
+        update=_categories(option("vram_update") or ()),
+        dry_run=bool(option("vram_dry_run")),
+        strict=bool(ini("vram_strict") if strict is None else strict),
+        baselines=root / text("vram_baselines", "vram_baselines"),
+        defaults=_defaults(ini("vram_budget") or ()),
+    )
+    if settings.dry_run and not settings.update:
+        raise SettingsError("--vram-dry-run says what --vram-update would do: give both")
+    _check_gpus(settings, ini("vram_gpu"))
+    return settings
+
+
+def find_gpu(settings: Settings, name: str) -> Profile:
+    """The profile called ``name``, own cards first. :raises ValueError: with the nearest names."""
+    from pytest_vram.sim.profiles import find_profile
+
+    return find_profile(name, settings.gpus)
+
+
+def _check_gpus(settings: Settings, configured: str | None) -> None:
+    """A misspelt GPU fails the run at its start, not every test."""
+    for origin, name in (
+        ("--vram-device", settings.device.profile),
+        ("vram_gpu", configured),
+    ):
+        if name:
+            _named(origin, lambda wanted: find_gpu(settings, wanted), name)
+
+
+def _own_gpu(line: str) -> Profile:
+    from pytest_vram.sim.profiles import parse_profile
+
+    name, colon, rest = line.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",")]
+    if not colon or not name.strip() or not all(key.strip() and sign for key, sign, _ in pairs):
+        raise SettingsError(f"{line!r}: expected 'name: like=rtx4090, memory=48 GiB'")
+    return parse_profile(name.strip(), {key.strip(): value.strip() for key, _, value in pairs})
+
+
+def _defaults(lines: list[str] | tuple[()]) -> dict[str, Any]:
+    """Marker keywords from the ini setting ``vram_budget``, checked like a marker."""
+    given: dict[str, Any] = {}
+    for line in lines:
+        keyword, sign, value = (part.strip() for part in line.partition("="))
+        if not sign:
+            raise SettingsError(f"vram_budget: {line!r}: expected 'keyword = value'")
+        given[keyword] = int(value) if re.fullmatch(r"[0-9]+", value) else value
+    try:
+        read_budget([given])
+    except BudgetError as error:
+        raise SettingsError(f"vram_budget: {error}") from None
+    return given
+
+
+def _categories(given: list[str] | tuple[()]) -> frozenset[str]:
+    """``--vram-update`` may be repeated; every use adds its categories."""
+    found: set[str] = set()
+    for name in given:
+        found |= {"": {"new", "changed"}, "all": {"new", "changed", "prune"}}.get(name, {name})
+    return frozenset(found)
+
+
+def _choice(origin: str, value: str, *allowed: str) -> str:
+    if value not in allowed:
+        raise SettingsError(f"{origin}: {value!r}: expected {' or '.join(allowed)}")
+    return value
+
+
+def _named(origin: str, read: Callable[[str], Any], value: str) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise SettingsError(f"{origin}: {error}") from None
