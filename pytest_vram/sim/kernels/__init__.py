@@ -135,3 +135,14 @@ def scratch(size: int, why: str, key: str = "scratch") -> Iterator[Step]:
 def size_of(tensor: Tensor) -> int:
     """Bytes of a fresh contiguous tensor of this shape and dtype."""
     return int(tensor.numel()) * int(tensor.element_size())
+
+
+def argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any = None
+) -> Any:
+    """An argument of the call, given by position or by name."""
+    return args[index] if len(args) > index else kwargs.get(name, default)
+
+
+# The rules register themselves; they import the names above, hence the place.
+from pytest_vram.sim.kernels import gemm, reductions  # noqa: E402, F401

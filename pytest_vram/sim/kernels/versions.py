@@ -1,9 +1,19 @@
-"""What differs between PyTorch 2.6 and 2.14, in one place: every rule asks here, none by itself."""
+"""What differs between PyTorch 2.6 and 2.14, in one place: every rule asks here, none by itself.
+
+Versions are where a released wheel's headers, or the date of the change against the branch of the
+release, put them.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from typing import Literal
+
 import torch
 from torch._ops import OpOverload
+
+Version = tuple[int, int]
 
 
 def overload(name: str) -> OpOverload | None:
@@ -17,9 +27,77 @@ def overload(name: str) -> OpOverload | None:
     return found if isinstance(found, OpOverload) else None
 
 
-def cublas_workspace(capability: tuple[int, int], version: tuple[int, int]) -> int:
-    return 0
+def cublas_workspace(capability: tuple[int, int], version: Version) -> int:
+    """Bytes of a cuBLAS handle's workspace (ATen/cuda/CublasHandlePool.cpp).
+
+    ``CUBLAS_WORKSPACE_CONFIG`` wins. 32 MiB on 9.0; since 2.12 on every 9, 10 and 12; since 2.14
+    on 11 as well. Elsewhere ``:4096:2:16:8``, in KiB.
+    """
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    if pools := re.findall(r":([0-9]+):([0-9]+)", config):
+        return sum(int(size) * 1024 * int(count) for size, count in pools)
+    major = capability[0]
+    if version >= (2, 14):
+        large = 9 <= major <= 12
+    elif version >= (2, 12):
+        large = major in (9, 10, 12)
+    else:
+        large = capability == (9, 0)
+    return 4096 * 8 * 1024 if large else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
-def cublaslt_workspace(capability: tuple[int, int], version: tuple[int, int]) -> int:
-    return 0
+def cublaslt_workspace(capability: tuple[int, int], version: Version) -> int:
+    """Bytes of a cuBLASLt workspace: 1 MiB unless ``CUBLASLT_WORKSPACE_SIZE`` (KiB) says else."""
+    config = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "").strip()
+    return (int(config) if config.isdigit() else 1024) * 1024
+
+
+def cublaslt_mode(version: Version) -> Literal["call", "own", "unified"]:
+    """Whose memory a cuBLASLt call works in.
+
+    Until 2.8 an allocation of the call (ATen/cuda/CUDABlas.cpp); then one per handle and stream
+    (``getCUDABlasLtWorkspace``, 2.9); since 2.11 cuBLAS's own, unless
+    ``TORCH_CUBLASLT_UNIFIED_WORKSPACE`` is 0, which since 2.8 may also ask for it earlier.
+    """
+    asked = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "")
+    wanted = asked == "1" if version < (2, 11) else asked != "0"
+    if wanted and version >= (2, 8) and keeps_cublas_workspace(version):
+        return "unified"
+    return "own" if version >= (2, 9) else "call"
+
+
+def lt_sets_up_cublas(version: Version) -> bool:
+    """Until 2.11 ``getCurrentCUDABlasLtHandle`` sets up the cuBLAS handle, workspace included."""
+    return version < (2, 12)
+
+
+def keeps_cublas_workspace(version: Version) -> bool:
+    """After 2.14 a workspace lives for one call unless ``TORCH_CUBLAS_WORKSPACE_CACHE`` is 1."""
+    return version <= (2, 14) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+
+
+def fuses_row_bias(version: Version) -> bool:
+    """Since 2.10 ``addmm`` hands biases of shape (1, n) to cuBLASLt too, but no single rows."""
+    return version >= (2, 10)
+
+
+def outer_product_without_blas(version: Version) -> bool:
+    """Since 2.12 a Triton kernel takes batched products with k = 1 (torch/_native, bmm)."""
+    return version >= (2, 12)
+
+
+def vectorises_input(values: int, vt0: int, version: Version) -> bool:
+    """Whether a reduction along the fastest dimension loads vectors.
+
+    ATen/native/cuda/Reduce.cuh: until 2.9 from 129 values on and with an unrolling of at least 4;
+    since 2.10 from 128 on.
+    """
+    return values >= 128 if version >= (2, 10) else values > 128 and vt0 >= 4
+
+
+def half_vector(version: Version) -> int:
+    """Elements that ``sum`` and ``mean`` of 16-bit types load at once.
+
+    ATen/native/cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu: 8 since 2.10.
+    """
+    return 8 if version >= (2, 10) else 4

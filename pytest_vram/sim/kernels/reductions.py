@@ -1,0 +1,330 @@
+"""Reductions: sum, mean, norms, extrema, logic, variance and what is composed from them.
+
+Read from ATen/native/ReduceOps.cpp, ReduceAllOps.cpp, TensorCompare.cpp and
+ATen/native/cuda/Reduce*Kernel.cu (v2.6.0, v2.14.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_vram.sim.kernels import (
+    Card,
+    Give,
+    Out,
+    Outputs,
+    Step,
+    Take,
+    argument,
+    outs,
+    rule,
+    scratch,
+    versions,
+)
+from pytest_vram.sim.kernels.iterator import Layout, contiguous, is_flat, layout
+from pytest_vram.sim.kernels.reduce import Kind, reduced_shape, reduction
+
+aten = torch.ops.aten
+
+_HALF = (torch.float16, torch.bfloat16)
+_WIDER = {
+    torch.float16: 4,
+    torch.bfloat16: 4,
+    torch.complex32: 8,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 4,
+}
+
+
+def wide(dtype: torch.dtype) -> int:
+    """Bytes of ``opmath_type``: half types compute in float."""
+    return _WIDER.get(dtype, dtype.itemsize)
+
+
+def chosen_dims(dim: Any) -> tuple[int, ...]:
+    if dim is None:
+        return ()
+    return (dim,) if isinstance(dim, int) else tuple(dim)
+
+
+def summing(source: torch.dtype, result: torch.dtype, version: tuple[int, int]) -> Kind:
+    """``sum`` and ``mean``: accumulate in float for half types, in the type itself otherwise."""
+    vector = versions.half_vector(version) if source.itemsize == 2 else 4
+    return Kind(wide(source), 4, vector, source not in _HALF or result not in _HALF)
+
+
+def cast_input(
+    source: Tensor, wanted: torch.dtype, key: str = "cast"
+) -> tuple[Layout, Take | None]:
+    """``self.to(wanted)``: the layout that is reduced, and the copy if one is made.
+
+    A copy of a dense tensor keeps its strides, any other becomes contiguous.
+    """
+    plain = layout(source)
+    if source.dtype == wanted:
+        return plain, None
+    copy = dense_like(plain, wanted.itemsize)
+    return copy, Take(key, copy.nbytes, f"copy of the input as {str(wanted)[6:]}")
+
+
+def dense_like(plain: Layout, itemsize: int) -> Layout:
+    """``empty_like`` with preserved format (ATen/native/TensorFactories.cpp)."""
+    from pytest_vram.sim.kernels.iterator import preserved_strides
+
+    return Layout(plain.shape, preserved_strides(plain.shape, plain.stride), itemsize)
+
+
+def _sum_rule(
+    args: tuple[Any, ...], dims: Sequence[int], outputs: Outputs, card: Card, *, vector: bool
+) -> Iterator[Step]:
+    source, result = args[0], outputs[0]
+    assert result is not None
+    yield Out(0)
+    if source.numel() == 0:
+        return
+    lowered = source.dtype in _HALF and result.dtype == torch.float32
+    wanted = source.dtype if lowered else result.dtype
+    plain, copy = cast_input(source, wanted)
+    kind = summing(wanted, result.dtype, card.torch)
+    if not vector:
+        kind = kind._replace(vector=4)
+    if copy:
+        yield copy
+    yield from reduction(plain, dims, (layout(result),), kind, card)
+    if copy:
+        yield Give(copy.key)
+
+
+@rule(aten.sum.dim_IntList, aten.mean.dim, aten.sum.IntList_out, aten.mean.out)
+def sum_dim(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    yield from _sum_rule(args, dims, outputs, card, vector=True)
+
+
+@rule(aten.sum.default, aten.mean.default)
+def sum_all(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from _sum_rule(args, (), outputs, card, vector=True)
+
+
+@rule(aten.nansum.default, aten.prod.default, aten.prod.dim_int)
+def sum_without_vectors(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    yield from _sum_rule(args, dims, outputs, card, vector=False)
+
+
+@rule(aten.linalg_vector_norm.default, aten.linalg_vector_norm.out)
+def vector_norm(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    source, result = args[0], outputs[0]
+    assert result is not None
+    yield Out(0)
+    if source.numel() == 0:
+        return
+    lowered = source.dtype in _HALF and result.dtype == torch.float32
+    wanted = source.dtype if lowered or source.is_complex() else result.dtype
+    plain, copy = cast_input(source, wanted)
+    accumulator = wide(wanted) // (2 if wanted.is_complex else 1)
+    if copy:
+        yield copy
+    dims = chosen_dims(argument(args, kwargs, 2, "dim"))
+    yield from reduction(plain, dims, (layout(result),), Kind(accumulator), card)
+    if copy:
+        yield Give(copy.key)
+
+
+def _plain(
+    source: Layout, dims: Sequence[int], outputs: Outputs, kind: Kind, card: Card
+) -> Iterator[Step]:
+    """One reduction of the input as it is."""
+    if 0 in source.shape:
+        return
+    results = [layout(o) for o in outputs if o is not None]
+    yield from reduction(source, dims, results, kind, card)
+
+
+@rule(aten.max.default, aten.min.default)
+def extremum_of_all(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Reduces ``self.contiguous()``."""
+    source = args[0]
+    yield Out(0)
+    if source.is_contiguous():
+        yield from _plain(layout(source), (), outputs, Kind(source.element_size()), card)
+        return
+    copy = contiguous(tuple(source.shape), source.element_size())
+    yield Take("contiguous", copy.nbytes, "contiguous copy of the input")
+    yield from _plain(copy, (), outputs, Kind(source.element_size()), card)
+    yield Give("contiguous")
+
+
+@rule(aten.amax.default, aten.amin.default)
+def extremum(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from outs(outputs)
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    yield from _plain(layout(args[0]), dims, outputs, Kind(args[0].element_size()), card)
+
+
+def _index_pair(itemsize: int) -> int:
+    """``pair<scalar_t, int64_t>``."""
+    return 16 if itemsize <= 8 else itemsize + 8
+
+
+@rule(aten.max.dim, aten.min.dim)
+def extremum_with_index(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from outs(outputs)
+    if args[0].dim() == 0:
+        return
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    kind = Kind(_index_pair(args[0].element_size()))
+    yield from _plain(layout(args[0]), dims, outputs, kind, card)
+
+
+@rule(aten.argmax.default, aten.argmin.default)
+def extremum_index(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Over all elements the input is flattened first, which copies it unless it is contiguous."""
+    source, dim = args[0], argument(args, kwargs, 1, "dim")
+    kind = Kind(_index_pair(wide(source.dtype)))
+    yield Out(0)
+    if source.numel() == 0:
+        return
+    plain = layout(source)
+    copy = dim is None and not is_flat(plain.shape, plain.stride)
+    if dim is None:
+        step = 1 if copy else min((s for n, s in zip(*plain[:2], strict=True) if n > 1), default=1)
+        offset = 0 if copy else plain.offset
+        plain = Layout((source.numel(),), (step,), source.element_size(), offset)
+    if copy:
+        yield Take("flat", plain.nbytes, "contiguous copy of the input")
+    result = outputs[0]
+    assert result is not None
+    into = contiguous((), 8) if dim is None else layout(result)
+    yield from reduction(plain, chosen_dims(dim), (into,), kind, card)
+    if copy:
+        yield Give("flat")
+
+
+@rule(aten.aminmax.default)
+def extrema(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from outs(outputs)
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    yield from _plain(layout(args[0]), dims, outputs, Kind(2 * args[0].element_size()), card)
+
+
+@rule(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
+def logic(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Accumulates in ``bool`` whatever the input; one element is only cast and copied."""
+    source = args[0]
+    yield Out(0)
+    if source.numel() == 1:
+        if source.dtype != torch.bool:
+            yield from scratch(1, "the single element as bool")
+        return
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    yield from _plain(layout(source), dims, outputs, Kind(1), card)
+
+
+@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+def variance(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """``WelfordData``: two values, a 32-bit count and a value, in the wider type."""
+    if args[0].is_complex():
+        yield from _complex_variance(args, kwargs, outputs, card)
+        return
+    yield from outs(outputs)
+    accumulator = 32 if args[0].dtype == torch.float64 else 16
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    yield from _plain(layout(args[0]), dims, outputs, Kind(accumulator, vt0=2, vector=2), card)
+
+
+def _complex_variance(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Real and imaginary part each give a variance; the result is their sum."""
+    source, result = args[0], outputs[0]
+    assert result is not None
+    plain, size = layout(source), source.element_size() // 2
+    parts = [
+        Layout(plain.shape, tuple(2 * s for s in plain.stride), size, 2 * plain.offset + i)
+        for i in (0, 1)
+    ]
+    kind = Kind(32 if size == 8 else 16, vt0=2, vector=2)
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    for name, part in zip(("real", "imag"), parts, strict=True):
+        yield Take(name, result.numel() * size, f"variance of the {name} part")
+        yield from _plain(part, dims, outputs, kind, card)
+    yield Out(0)
+    yield Give("imag")
+    yield Give("real")
+
+
+@rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count_nonzero(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """``(self != 0).sum(dims)``: the comparison, its copy as int64, the sum."""
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    result = outputs[0]
+    assert result is not None
+    flags = dense_like(layout(args[0]), 1)
+    if args[0].dtype != torch.bool:
+        yield Take("nonzero", flags.nbytes, "comparison with zero")
+    yield Out(0)
+    if flags.numel:
+        wide_flags = flags._replace(itemsize=8)
+        yield Take("cast", wide_flags.nbytes, "copy of the input as int64")
+        yield from reduction(wide_flags, dims, (layout(result),), Kind(8), card)
+        yield Give("cast")
+    if args[0].dtype != torch.bool:
+        yield Give("nonzero")
+
+
+@rule(aten.logsumexp.default)
+def logsumexp(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """``logsumexp_out_impl``: maxima, a comparison with infinity, the shifted exponentials."""
+    source = args[0]
+    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
+    plain, size = layout(source), source.element_size()
+    if source.numel() == 0:
+        yield Out(0)
+        return
+    result = outputs[0]
+    assert result is not None
+    kept = contiguous(reduced_shape(plain.shape, dims, True), size)
+    yield Take("maxes", kept.nbytes, "maxima of logsumexp")
+    yield from reduction(plain, dims, (kept,), Kind(size), card, "maxes")
+    yield Take("abs", kept.nbytes, "maxima compared with infinity")
+    yield Take("mask", kept.numel, "maxima compared with infinity")
+    yield Give("mask")
+    yield Give("abs")
+    shifted = dense_like(plain, size)
+    yield Take("exp", shifted.nbytes, "exponentials of logsumexp")
+    yield Out(0)
+    kind = summing(source.dtype, source.dtype, card.torch)
+    yield from reduction(shifted, dims, (layout(result),), kind, card)
+    yield Give("exp")
+    yield Give("maxes")
