@@ -51,10 +51,7 @@ class FirstFit:
             address, room = self._holes.pop(index - 1)
             size += room
             index -= 1
-        if address + size == self._end:
-            self._end = address
-        else:
-            self._holes.insert(index, (address, size))
+        self._holes.insert(index, (address, size))
 
 
 class Device:

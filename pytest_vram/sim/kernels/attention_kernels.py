@@ -60,11 +60,15 @@ def _give(steps: Sequence[Step]) -> Iterator[Give]:
 # ---------------------------------------------------------------------------------------- flash
 
 
+def _recent(seed: Tensor | None) -> bool:
+    """FlashAttention 2.7 keeps its random state in two unsigned numbers on the device."""
+    return seed is not None and seed.dtype == torch.uint64
+
+
 def head_rounded(head: int, seed: Tensor | None) -> int:
     """``head_size_rounded`` of flash_api.cpp. With FlashAttention 2.7, which PyTorch took together
     with a random state of two unsigned numbers, kernels above 128 exist in steps of 64 only."""
-    recent = seed is not None and seed.dtype == torch.uint64
-    return _up(head, 64 if recent and head > 128 else 32)
+    return _up(head, 64 if _recent(seed) and head > 128 else 32)
 
 
 def split_count(blocks: int, processors: int, key_blocks: int, limit: int = 128) -> int:
@@ -109,7 +113,7 @@ def _flash_splits(
 def _random_state(dropout: float, seed: Tensor, first: int) -> Iterator[Step]:
     """Seed and offset of a flash forward. Since 2.7 they are device tensors (uint64; the state
     of two numbers is made anew when dropout is on); before that they stay on the host."""
-    if seed.dtype != torch.uint64:
+    if not _recent(seed):
         return
     if dropout > 0:
         yield Take("rng_state", 16, "random state placeholder")
@@ -172,17 +176,26 @@ def flash_forward_plain(
     swapped = queries == 1 and heads > heads_k and no_window and dropout == 0 and head % 8 == 0
     if swapped:
         queries, heads = heads // heads_k, heads_k
-    yield Out(0)
-    yield Out(1)
-    if debug and dropout > 0 and not causal:
-        yield Out(4)
     splits: list[Step] = []
     if cumulative is None or swapped:
         padded = head_rounded(head, outputs[2])
         splits = _flash_splits(batch, heads, queries, keys, head, padded, dropout, card)
+    regrouped = swapped and cumulative is not None
+    if regrouped:  # (tokens, heads, D) cannot be viewed as (tokens * group, heads_k, D)
+        yield Take("query_regrouped", size_of(query), "query, one row per head of a group")
+        yield Take("out_regrouped", size_of(query), "output, one row per head of a group")
+    else:
+        yield Out(0)
+    yield Out(1)
+    if debug and dropout > 0:
+        yield Out(4)
     yield from splits
     if outputs[2] is not None:
         yield from _random_state(dropout, outputs[2], 2)
+    if regrouped:
+        yield from (Out(0), Give("out_regrouped"))
+        yield Take("query_back", size_of(query), "query in its own order again")
+        yield from (Give("query_back"), Give("query_regrouped"))
     yield from _give(splits)
 
 
@@ -198,16 +211,15 @@ class _FlashBackward:
     head: int
     head_padded: int
     itemsize: int
+    recent: bool = True  #: FlashAttention 2.7: row sums of packed batches are packed as well
     packed: tuple[int, int] | None = None
 
     def steps(self, card: Card) -> Iterator[Step]:
-        rows = _up(self.queries, 128)
-        if self.packed:  # total_q + 128 * batch rows
-            rows_total = self.packed[0] + 128 * self.batch
-        else:
-            rows_total = self.batch * rows
-        yield Take("softmax_d", self.batch * self.heads * rows * 4, "row sums of dO * O")
-        size = rows_total * self.heads * self.head_padded * 4
+        padded = self.batch * _up(self.queries, 128)
+        packed = self.packed[0] + 128 * self.batch if self.packed else padded
+        sums = packed if self.recent else padded
+        yield Take("softmax_d", self.heads * sums * 4, "row sums of dO * O")
+        size = packed * self.heads * self.head_padded * 4
         if _deterministic():
             pairs = self.batch * self.heads
             size *= (card.profile.multiprocessors + pairs - 1) // pairs
@@ -258,7 +270,7 @@ def flash_backward_plain(
         packed = (query.shape[0], key.shape[0])
     shapes = _FlashBackward(
         batch, queries, keys, heads, key.shape[-2], head, head_rounded(head, args[12]),
-        query.element_size(), packed,
+        query.element_size(), _recent(args[12]), packed,
     )  # fmt: skip
     return _flash_backward(grad, out, shapes, card)
 
@@ -414,7 +426,7 @@ def _delta(grad: Tensor, dtype: torch.dtype, block: _Block, card: Card) -> Itera
     """Row sums of dO * O, fp32 (B, H, S). Half kernels compute it themselves, except on Volta
     where the output left the registers; otherwise ATen composes it:
     ``(grad.to(float) * out.to(float)).sum(-1).transpose(-2, -1).contiguous()``."""
-    batch, queries, heads, head = grad.shape
+    batch, queries, heads, _ = grad.shape
     size, product = batch * heads * queries * 4, int(grad.numel()) * 4
     half = dtype != torch.float32
     in_registers = half and block.head <= block.rows

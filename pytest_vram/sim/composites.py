@@ -1,0 +1,132 @@
+"""Composite operators that choose by device: the choice that CUDA makes.
+
+C++ composites ask ``is_cuda()`` and would take the CPU's path for simulated tensors. Their CUDA
+behaviour is registered for the simulated tensors' autograd key while a simulation lasts, and used
+by the dispatch itself where autograd is off (inference mode).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from pytest_vram.sim.autocast import operators, register_kernel
+from pytest_vram.sim.device import HANDLERS
+from pytest_vram.sim.tensors import CUDA, SimTensor
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def installed(simulation: Any) -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    mine: list[Any] = []
+    try:
+        for name, function in replacements(simulation).items():
+            for _, operator in operators([name]):
+                register_kernel(library, name, function, "AutogradCUDA")
+                if name.startswith("to."):
+                    # to_impl asks the device guard for the current index: no guard, no answer
+                    register_kernel(library, name, function, "AutogradCPU")
+                if operator not in HANDLERS:
+                    HANDLERS[operator] = _as_handler(function)
+                    mine.append(operator)
+        yield
+    finally:
+        for operator in mine:
+            del HANDLERS[operator]
+        library._destroy()
+
+
+def _as_handler(function: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        with mode:
+            return function(*args, **kwargs)
+
+    return handler
+
+
+def replacements(simulation: Any) -> dict[str, Callable[..., Any]]:
+    """Operator name -> what it does on a CUDA device."""
+    return {
+        "to.device": _to_device,
+        "to.dtype": _to_dtype,
+        "to.dtype_layout": _to_layout,
+        "to.other": _to_other,
+        "dropout": dropout,
+    }
+
+
+def _to(
+    self: torch.Tensor,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    non_blocking: bool,
+    copy: bool,
+    memory_format: torch.memory_format | None,
+) -> torch.Tensor:
+    """``to_impl`` of TensorConversions.cpp, with devices compared as Python sees them."""
+    target = self.device
+    if device is not None:
+        target = CUDA if device.type in ("cuda", "meta") else device
+    same = target == self.device and dtype in (None, self.dtype)
+    formatted = (
+        memory_format is None
+        or memory_format is torch.preserve_format
+        or self.is_contiguous(memory_format=memory_format)
+    )
+    if same and formatted and not copy:
+        return self
+    return aten._to_copy.default(  # type: ignore[no-any-return]
+        self,
+        dtype=dtype,
+        device=None if target == self.device else target,
+        non_blocking=non_blocking,
+        memory_format=memory_format,
+    )
+
+
+def _to_device(
+    self: Any, device: Any, dtype: Any, non_blocking: bool = False, copy: bool = False,
+    memory_format: Any = None,
+) -> Any:  # fmt: skip
+    return _to(self, dtype, device, non_blocking, copy, memory_format)
+
+
+def _to_dtype(
+    self: Any, dtype: Any, non_blocking: bool = False, copy: bool = False,
+    memory_format: Any = None,
+) -> Any:  # fmt: skip
+    return _to(self, dtype, None, non_blocking, copy, memory_format)
+
+
+def _to_layout(
+    self: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
+    pin_memory: Any = None, non_blocking: bool = False, copy: bool = False,
+    memory_format: Any = None,
+) -> Any:  # fmt: skip
+    return _to(self, dtype, device, non_blocking, copy, memory_format)
+
+
+def _to_other(
+    self: Any, other: Any, non_blocking: bool = False, copy: bool = False,
+    memory_format: Any = None,
+) -> Any:  # fmt: skip
+    return _to(self, other.dtype, other.device, non_blocking, copy, memory_format)
+
+
+def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout.cpp, ``is_fused_kernel_acceptable``: the fused kernel for 0 < p < 1 on CUDA."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if train and 0 < p < 1 and input.numel() > 0:
+        return aten.native_dropout.default(input, p, train)[0]  # type: ignore[no-any-return]
+    if p == 0 or not train or input.numel() == 0:
+        return input
+    return input * torch.zeros((), dtype=input.dtype, device=input.device)
+
+
+__all__ = ["SimTensor", "installed", "replacements"]

@@ -1,0 +1,524 @@
+"""The simulated GPU's dispatch: every operator runs on shapes alone and tells what it allocates.
+
+``SimMode`` is a FakeTensorMode. An operator goes one of four ways:
+
+* no tensor and no argument of it is on the GPU: it runs for real on the host (small tensors) or on
+  shapes alone (large ones);
+* its arguments' shapes were seen before: the outputs are made from the remembered recipe;
+* it reads a value (``item``, ``nonzero`` ...): answered from what the program itself determined,
+  else by the documented policy (:mod:`pytest_vram.sim.values`);
+* otherwise PyTorch's own fake execution runs, and a recipe is remembered.
+
+Then the storages that are new are handed to ``ledger`` in the order in which the real operator
+would have allocated them, with its scratch (:mod:`pytest_vram.sim.kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from pytest_vram.sim import inplace, values
+from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
+
+aten = torch.ops.aten
+
+
+class StorageLedger(Protocol):
+    """Who keeps the books: :class:`pytest_vram.sim.simulation.Simulation`."""
+
+    def operator(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fresh: list[SimTensor | None],
+        recipe: Recipe | None,
+    ) -> None: ...
+
+    def take_over(self, old: SimTensor, new: SimTensor) -> None: ...
+
+    def record_stream(self, tensor: SimTensor, stream: Any) -> None: ...
+
+    def address_of(self, tensor: SimTensor) -> int: ...
+
+
+class Recipe:
+    """What an operator returns for arguments of given shapes, and the kernel program that goes
+    with it (per card, filled in by the ledger).
+
+    ``outputs``: per flat output ``None``, ``("arg", position)`` (returned as it came),
+    ``("new", shape, stride, dtype, device, bytes)`` or
+    ``("view", position, shape, stride, offset, dtype, device)``; positions count the flat tensor
+    arguments. ``packing``: ``None`` for a single tensor, else ``tuple`` or ``list``.
+    """
+
+    __slots__ = ("fresh", "outputs", "packing", "programs")
+
+    def __init__(self, outputs: list[Any], packing: type | None) -> None:
+        self.outputs = outputs
+        self.packing = packing
+        self.programs: dict[int, Any] = {}
+        self.fresh = [n for n, out in enumerate(outputs) if out is not None and out[0] == "new"]
+
+
+#: Shapes are a property of PyTorch, not of a card or a run, so all simulations share the recipes.
+_RECIPES: dict[Any, Recipe] = {}
+_RECIPE_LIMIT = 200_000
+_NOT_CACHEABLE: set[OpOverload] = {
+    aten.set_.source_Tensor,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Storage,
+    aten.set_.default,
+    aten.resize_.default,
+    aten.resize_as_.default,
+    aten.as_strided.default,
+    aten.lift_fresh.default,
+    aten.lift.default,
+    aten.lift_fresh_copy.default,
+}
+
+_SCALARS = (int, float, bool, str, type(None), complex)
+_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _Uncacheable(Exception):
+    pass
+
+
+class SimMode(FakeTensorMode):
+    """The dispatch of one simulation. ``ledger`` hears of every allocation."""
+
+    def __init__(self, ledger: StorageLedger) -> None:
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.cache_enabled = False  # ours below is keyed and applied in a tenth of the time
+        self.ledger = ledger
+        self.nested = 0
+        self._cacheable: dict[OpOverload, bool] = {}
+
+    @property
+    def avoid_device_init(self) -> bool:  # type: ignore[override]
+        """There is no device to initialise, whatever ``torch.cuda.is_available`` now says."""
+        return True
+
+    @avoid_device_init.setter
+    def avoid_device_init(self, value: bool) -> None: ...
+
+    # -- services for SimTensor -------------------------------------------------------------
+
+    def host_values(self, tensor: SimTensor) -> torch.Tensor:
+        return values.on_host(tensor)
+
+    def address_of(self, tensor: SimTensor) -> int:
+        return self.ledger.address_of(tensor)
+
+    # -- dispatch ---------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return answer_device(args)
+        if self.nested:
+            # inside another operator's fake execution: its implementation detail, not memory
+            args, kwargs, _ = self._devices(args, kwargs, True)
+            return self._slow(func, types, args, kwargs)
+        try:
+            key, tensors, on_gpu, simulated = self._scan(func, args, kwargs)
+        except _Uncacheable:
+            key = None
+            tensors = [
+                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            ]
+            simulated = any(isinstance(t, FakeTensor) for t in tensors)
+            on_gpu = any(isinstance(t, SimTensor) and t.is_cuda for t in tensors)
+        args, kwargs, moved = self._devices(args, kwargs, simulated)
+        if moved is not None:
+            on_gpu = on_gpu or moved.type == "cuda"
+        if not simulated and (moved is None or moved.type in ("cpu", "meta")):
+            if moved is META or not _too_large(func, args):
+                return func(*args, **kwargs)
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            result = handler(self, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return self._simulate(func, types, args, kwargs, key, tensors)
+
+    def _simulate(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Any,
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        recipe = _RECIPES.get(key) if key is not None else None
+        if recipe is not None:
+            result, fresh = self._from_recipe(recipe, tensors)
+        else:
+            result, fresh, recipe = self._from_scratch(func, types, args, kwargs, key, tensors)
+            if fresh is None:
+                return result
+        if fresh:
+            if inplace.takes_over(func, args):
+                self.ledger.take_over(args[0], fresh[0])
+            else:
+                self.ledger.operator(func, args, kwargs, fresh, recipe)
+        elif recipe is None or recipe.programs is not _NO_PROGRAMS:
+            self.ledger.operator(func, args, kwargs, fresh, recipe)
+        for tensor in tensors:
+            if type(tensor) is SimTensor and tensor.sim_value is not None:
+                values.propagate(func, args, kwargs, result)
+                return result
+        if not tensors:
+            values.from_factory(func, args, kwargs, result)
+        return result
+
+    def _from_scratch(
+        self, func: Any, types: Any, args: Any, kwargs: Any, key: Any, tensors: list[torch.Tensor]
+    ) -> tuple[Any, list[SimTensor | None] | None, Recipe | None]:
+        before = {_storage_key(t) for t in tensors if isinstance(t, FakeTensor)}
+        try:
+            result = self._slow(func, types, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            result = values.data_dependent(self, func, args, kwargs)
+        except UnsupportedOperatorException as error:
+            raise values.unsupported_operator(func) from error
+        if result is NotImplemented:
+            return result, None, None
+        result, flat = self._adopt_outputs(result)
+        seen = set(before)
+        fresh: list[SimTensor | None] = []
+        for out in flat:
+            if isinstance(out, SimTensor):
+                storage = _storage_key(out)
+                if storage not in seen:
+                    seen.add(storage)
+                    fresh.append(out)
+        recipe = None
+        if key is not None and self._may_cache(func):
+            recipe = _make_recipe(result, flat, tensors, before)
+            if recipe is not None:
+                if len(_RECIPES) > _RECIPE_LIMIT:
+                    _RECIPES.clear()
+                _RECIPES[key] = recipe
+        return result, fresh, recipe
+
+    def _slow(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """PyTorch's own fake execution; what it calls inside belongs to this operator."""
+        self.nested += 1
+        try:
+            return self.dispatch(func, types, args, kwargs)
+        finally:
+            self.nested -= 1
+
+    def _adopt_outputs(self, result: Any) -> tuple[Any, list[Any]]:
+        flat, spec = tree_flatten(result)
+        for out in flat:
+            if type(out) is FakeTensor and out.fake_mode is self:
+                out.__class__ = SimTensor
+                out.__dict__["_fake_device"] = out.__dict__.get("_fake_device") or out.fake_device
+        return result, flat
+
+    def _may_cache(self, func: Any) -> bool:
+        known = self._cacheable.get(func)
+        if known is None:
+            tags = getattr(func, "tags", ())
+            known = (
+                isinstance(func, OpOverload)
+                and func not in _NOT_CACHEABLE
+                and torch.Tag.dynamic_output_shape not in tags
+                and torch.Tag.data_dependent_output not in tags
+                and torch.Tag.inplace_view not in tags
+            )
+            self._cacheable[func] = known
+        return known
+
+    # -- keys and recipes -------------------------------------------------------------------
+
+    def _scan(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor], bool, bool]:
+        """The call's key, its flat tensor arguments, whether any is on the GPU, any simulated."""
+        key: list[Any] = [func]
+        tensors: list[torch.Tensor] = []
+        self._key_of(args, key, tensors)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                self._key_of((value,), key, tensors)
+        on_gpu = simulated = False
+        for tensor in tensors:
+            if type(tensor) is SimTensor:
+                simulated = True
+                if tensor.__dict__["_fake_device"] is CUDA or tensor.is_cuda:
+                    on_gpu = True
+        if not tensors or torch.is_inference_mode_enabled():
+            key.append(torch.get_default_dtype())
+            key.append(torch.is_inference_mode_enabled())
+        return tuple(key), tensors, on_gpu, simulated
+
+    def _key_of(self, items: Sequence[Any], key: list[Any], tensors: list[torch.Tensor]) -> None:
+        for item in items:
+            kind = type(item)
+            if kind is SimTensor:
+                tensors.append(item)
+                key.append(
+                    (
+                        item.shape,
+                        item.stride(),
+                        item.dtype,
+                        item.storage_offset(),
+                        item.__dict__["_fake_device"],
+                    )
+                )
+            elif kind in _SCALARS:
+                key.append(kind)
+                key.append(item)
+            elif kind in (list, tuple, torch.Size):
+                key.append(len(item))
+                self._key_of(item, key, tensors)
+            elif kind in _PLAIN:
+                key.append(item)
+            elif isinstance(item, torch.Tensor):
+                if item.layout is not torch.strided or item.is_quantized or item.is_nested:
+                    raise _Uncacheable
+                tensors.append(item)
+                key.append((item.shape, item.stride(), item.dtype, item.storage_offset(), "host"))
+            elif isinstance(item, torch.Generator):
+                key.append("generator")
+            else:
+                raise _Uncacheable
+
+    def _from_recipe(
+        self, recipe: Recipe, tensors: list[torch.Tensor]
+    ) -> tuple[Any, list[SimTensor | None]]:
+        made: list[Any] = []
+        fresh: list[SimTensor | None] = []
+        for out in recipe.outputs:
+            if out is None:
+                made.append(None)
+                continue
+            kind = out[0]
+            if kind == "new":
+                elem = torch.empty_strided(out[1], out[2], dtype=out[3], device=META)
+                tensor = wrap(self, elem, out[4])
+                fresh.append(tensor)
+            elif kind == "arg":
+                tensor = tensors[out[1]]  # type: ignore[assignment]
+            else:
+                elem = torch.empty(0, dtype=out[5], device=META)
+                elem.set_(tensors[out[1]].untyped_storage(), out[4], out[2], out[3])
+                tensor = wrap(self, elem, out[6])
+            made.append(tensor)
+        if recipe.packing is None:
+            return made[0], fresh
+        return recipe.packing(made), fresh
+
+    # -- devices ----------------------------------------------------------------------------
+
+    def _devices(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
+        """C++ composites that make a tensor "like" a simulated one ask for ``meta``: they mean the
+        GPU. A generator of another device than the fake tensors' says nothing about memory."""
+        named = None
+        device = kwargs.get("device")
+        if device is not None:
+            named = _meant(device)
+            if named is not device:
+                kwargs = {**kwargs, "device": named}
+        if (
+            "generator" in kwargs
+            and kwargs["generator"] is not None
+            and (simulated or (named is not None and named.type == "cuda"))
+        ):
+            kwargs = {**kwargs, "generator": None}
+        for position, item in enumerate(args):
+            if type(item) is torch.device:
+                named = _meant(item)
+                if named is not item:
+                    args = (*args[:position], named, *args[position + 1 :])
+        return args, kwargs, named
+
+
+_NO_PROGRAMS: dict[int, Any] = {}
+
+
+def _meant(device: Any) -> torch.device:
+    device = torch.device(device)
+    if device.type == "meta":
+        current = torch.get_default_device()
+        return META if current.type == "meta" else CUDA
+    if device.type == "cuda":
+        return CUDA if device.index in (None, 0) else device
+    return CPU if device.type == "cpu" else device
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _make_recipe(
+    result: Any, flat: list[Any], tensors: list[torch.Tensor], before: set[int]
+) -> Recipe | None:
+    """A recipe for outputs that are plainly new tensors, arguments or views of arguments."""
+    if isinstance(result, torch.Tensor):
+        packing = None
+    elif type(result) in (tuple, list):
+        packing = type(result)
+        if len(result) != len(flat):
+            return None
+    elif result is None:
+        return None
+    else:
+        return None
+    places = {id(t): n for n, t in enumerate(tensors)}
+    storages = {_storage_key(t): n for n, t in enumerate(tensors) if isinstance(t, FakeTensor)}
+    outputs: list[Any] = []
+    new: set[int] = set()
+    for out in flat:
+        if out is None:
+            outputs.append(None)
+            continue
+        if not isinstance(out, SimTensor) and id(out) not in places:
+            return None
+        if id(out) in places:
+            outputs.append(("arg", places[id(out)]))
+            continue
+        if out.is_conj() or out.is_neg() or out.layout is not torch.strided:
+            return None
+        storage = out.untyped_storage()
+        shape, stride, device = tuple(out.shape), out.stride(), out.__dict__["_fake_device"]
+        if storage._cdata in storages:
+            position = storages[storage._cdata]
+            outputs.append(
+                ("view", position, shape, stride, out.storage_offset(), out.dtype, device)
+            )
+            continue
+        if storage._cdata in new or out.storage_offset() != 0:
+            return None
+        new.add(storage._cdata)
+        again = torch.empty_strided(shape, stride, dtype=out.dtype, device=META)
+        if again.untyped_storage().nbytes() != storage.nbytes():
+            return None
+        outputs.append(("new", shape, stride, out.dtype, device, storage.nbytes()))
+    return Recipe(outputs, packing)
+
+
+#: Operators that need more than shapes: func -> handler(mode, func, args, kwargs) -> result or
+#: NotImplemented.
+HANDLERS: dict[Any, Callable[[SimMode, Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+
+_FACTORIES = {
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "empty_strided", "eye",
+    "empty_permuted", "normal", "new_empty", "new_zeros", "new_ones", "new_full",
+    "new_empty_strided", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
+    "randn_like", "randint_like", "arange", "linspace", "randperm", "repeat", "clone",
+}  # fmt: skip
+
+
+def _too_large(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a host operator without simulated arguments makes something too large to be real."""
+    name = getattr(func, "_opname", "")
+    if name not in _FACTORIES:
+        return False
+    for item in args:
+        if isinstance(item, (list, tuple, torch.Size)) and item:
+            count = 1
+            for size in item:
+                if not isinstance(size, int):
+                    return False
+                count *= size
+            return count > REAL_ON_HOST
+    return False
+
+
+def _handles(*overloads: Any) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        for overload in overloads:
+            HANDLERS[overload] = function
+        return function
+
+    return register
+
+
+@_handles(aten._local_scalar_dense.default)
+def _read_scalar(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    return values.scalar(args[0])
+
+
+@_handles(aten.equal.default)
+def _read_equal(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    return values.equal(args[0], args[1])
+
+
+@_handles(aten.record_stream.default)
+def _record_stream(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    mode.ledger.record_stream(args[0], args[1])
+    return None
+
+
+@_handles(aten._pin_memory.default, aten.pin_memory.default)
+def _pin(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+@_handles(aten.lift_fresh.default, aten.lift.default)
+def _lift(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.tensor(...)``: data that the program wrote down, so its values are known."""
+    return args[0]
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    source, target = args[0], kwargs.get("device")
+    here = isinstance(source, SimTensor)
+    if target is None or target.type == source.device.type:
+        return NotImplemented
+    if target.type == "cpu" and here:
+        return values.to_host(mode, source, kwargs)
+    if not here and target.type == "cuda" and source.layout is torch.strided:
+        return _upload(mode, func, source, kwargs)
+    return NotImplemented
+
+
+def _upload(mode: SimMode, func: Any, source: torch.Tensor, kwargs: Any) -> SimTensor:
+    """A host tensor goes to the GPU: a new block, and the value kept beside it if small."""
+    shape_of = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=META)
+    options = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format") and v is not None}
+    elem = torch.ops.aten._to_copy.default(shape_of, **options)
+    tensor = wrap(mode, elem, CUDA)
+    mode.ledger.operator(func, (source,), kwargs, [tensor], None)
+    values.remember(tensor, source, options.get("dtype"))
+    return tensor
+
+
+@_handles(aten.copy_.default, aten._copy_from_and_resize.default)
+def _copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    target, source = args[0], args[1]
+    if isinstance(target, SimTensor):
+        return NotImplemented
+    values.fill_host(target, source)
+    return target
+
+
+def tree_tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+__all__ = ["HANDLERS", "Recipe", "SimMode", "StorageLedger", "tree_map", "tree_tensors"]

@@ -1,0 +1,64 @@
+"""Whose line is it: the innermost Python frame that belongs to the user's code or a library of
+models, not to PyTorch, pytest or this package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+from types import CodeType, FrameType
+
+import torch
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_SITE = os.sep + "site-packages" + os.sep
+_HARNESS = ("pytest", "_pytest", "pluggy", "xdist")
+
+_USER: dict[CodeType, bool] = {}
+
+
+def _is_user(code: CodeType) -> bool:
+    name = code.co_filename
+    if name.startswith("<") or name.startswith(_TORCH) or name.startswith(_HERE):
+        return False
+    if _SITE in name:
+        package = name.rsplit(_SITE, 1)[1].split(os.sep, 1)[0]
+        return package not in _HARNESS
+    return not name.startswith(_STDLIB)
+
+
+def user_frame() -> tuple[CodeType, int] | None:
+    """Code and line of the innermost user frame; formatted later by :func:`describe`."""
+    frame: FrameType | None = sys._getframe(1)
+    known = _USER
+    while frame is not None:
+        code = frame.f_code
+        mine = known.get(code)
+        if mine is None:
+            mine = known[code] = _is_user(code)
+        if mine:
+            return code, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+@lru_cache(maxsize=100_000)
+def describe(code: CodeType, line: int) -> str:
+    """``train/loss.py:41 compute_loss``, the path relative to where the process runs."""
+    path = code.co_filename
+    if _SITE in path:
+        path = path.rsplit(_SITE, 1)[1]
+    else:
+        try:
+            relative = os.path.relpath(path)
+        except ValueError:  # another drive on Windows
+            relative = path
+        path = path if relative.startswith("..") else relative
+    return f"{path}:{line} {code.co_name}"
+
+
+def user_line() -> str:
+    found = user_frame()
+    return describe(*found) if found else "an unknown line"

@@ -1,0 +1,374 @@
+"""One simulated GPU, from entering to leaving: the books of every block, and what is patched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from pytest_vram.sim import composites, inplace, modules, torch_cuda
+from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
+from pytest_vram.sim.autocast import CastPolicy
+from pytest_vram.sim.device import Recipe, SimMode
+from pytest_vram.sim.frames import describe, user_frame
+from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, Workspace, program
+from pytest_vram.sim.profiles import Profile
+from pytest_vram.sim.tensors import SimTensor
+from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
+
+_RANK = {bill: rank for rank, bill in enumerate(BILLS)}
+VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+
+
+class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A storage's death certificate: which allocation ends with it."""
+
+    __slots__ = ("index", "key")
+    index: int
+    key: int
+
+
+class Simulation:
+    """A simulated GPU as a context manager; also the Recorder of what happens on it.
+
+    ``alloc_conf`` is a ``PYTORCH_CUDA_ALLOC_CONF`` text (default: that variable). Everything is
+    undone on leaving, also after exceptions; a Simulation is entered once. Raises RuntimeError
+    when another simulation is active in this thread.
+    """
+
+    def __init__(
+        self, profile: Profile, *, alloc_conf: str | None = None, world_size: int = 1
+    ) -> None:
+        if alloc_conf is None:
+            alloc_conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get(
+                "PYTORCH_ALLOC_CONF", ""
+            )
+        self.profile = profile
+        self.world_size = world_size
+        self.card = Card(profile, VERSION)
+        self.allocator = CachingAllocator(
+            profile.memory, alloc_conf, listener=self._segment, context=profile.context
+        )
+        self.mode = SimMode(self)
+        self.stream = 0
+        self.notes: list[str] = []
+        self._allocations: list[Allocation] = []
+        self._frames: list[tuple[Any, int] | None] = []
+        self._events: list[tuple[str, int, int, int]] = []
+        self._phases: list[Phase] = []
+        self._blocks: list[Block | None] = []
+        self._live: dict[int, _StorageRef] = {}
+        self._workspaces: dict[tuple[str, str, int], int] = {}
+        self._modules: list[str] = []
+        self._oom: OutOfMemory | None = None
+        self._names: dict[OpOverload, str] = {}
+        self._stack: contextlib.ExitStack | None = None
+        self._quiet = False
+        self._stolen: list[Allocation] = []
+
+    # -- entering and leaving ---------------------------------------------------------------
+
+    def __enter__(self) -> Simulation:
+        if self._stack is not None:
+            raise RuntimeError("a Simulation can be entered once; make another one")
+        with contextlib.ExitStack() as stack:
+            self.policy = CastPolicy("AutocastCUDA", "cuda", on_cast=self._weight_cast)
+            stack.callback(self.policy.close)
+            stack.enter_context(torch_cuda.installed(self))
+            stack.enter_context(composites.installed(self))
+            stack.enter_context(modules.installed(self))
+            stack.enter_context(self.mode)
+            self._calibrate()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        stack = self._stack
+        assert stack is not None
+        self.policy.clear()
+        stack.__exit__(*exc)
+
+    def _calibrate(self) -> None:
+        """Count the references that the dispatch holds on a gradient that is nobody else's."""
+        if inplace.known():
+            return
+        self._quiet = True
+        try:
+            with torch.enable_grad():
+                inplace.calibrate(lambda: torch.empty(2, device=self.device, requires_grad=True))
+        finally:
+            self._quiet = False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    # -- Recorder ---------------------------------------------------------------------------
+
+    def phase(self, name: str, step: int) -> None:
+        self._phases.append(Phase(name, step))
+        self._events.append(("phase", len(self._phases) - 1, 0, 0))
+
+    def enter_module(self, path: str) -> None:
+        self._modules.append(path)
+
+    def leave_module(self) -> None:
+        if self._modules:
+            self._modules.pop()
+
+    def label(self, tensor: Any, bill: str, name: str = "") -> None:
+        if type(tensor) is not SimTensor or not tensor.is_cuda:
+            return
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return
+        allocation = self._allocations[found.index]
+        if not allocation.bill or _RANK[bill] < _RANK[allocation.bill]:
+            allocation.bill, allocation.name = bill, name
+
+    def trace(self) -> Trace:
+        """The events so far. Allocations are copies: later labels do not change a Trace."""
+        allocations = []
+        for allocation, frame in zip(self._allocations, self._frames, strict=True):
+            allocations.append(
+                Allocation(
+                    allocation.requested,
+                    allocation.block,
+                    allocation.address,
+                    allocation.stream,
+                    allocation.bill,
+                    allocation.name,
+                    allocation.shape,
+                    allocation.dtype,
+                    allocation.operator,
+                    allocation.module,
+                    describe(*frame) if frame else "",
+                )
+            )
+        return Trace(
+            allocations=allocations,
+            events=[Event(*event) for event in self._events],  # type: ignore[arg-type]
+            phases=list(self._phases),
+            device=f"{self.profile.title} (simulated)",
+            oom=self._oom,
+            notes=tuple(self.notes),
+        )
+
+    # -- the books --------------------------------------------------------------------------
+
+    def operator(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fresh: list[SimTensor | None],
+        recipe: Recipe | None,
+    ) -> None:
+        """Account for one operator call: its program, or its fresh outputs in order."""
+        if self._quiet:
+            return
+        steps = self._program(func, args, kwargs, fresh, recipe)
+        if steps is None:
+            for tensor in fresh:
+                if tensor is not None:
+                    self._new_tensor(tensor, func)
+            return
+        taken: dict[str, int] = {}
+        done: set[int] = set()
+        for step in steps:
+            kind = type(step)
+            if kind is Out:
+                if step.index < len(fresh) and step.index not in done:
+                    done.add(step.index)
+                    out = fresh[step.index]
+                    if out is not None:
+                        self._new_tensor(out, func)
+            elif kind is Take:
+                taken[step.key] = self._allocate(step.size, func, bill="temporary", name=step.why)
+            elif kind is Give:
+                index = taken.pop(step.key, None)
+                if index is not None:
+                    self._free(index)
+            else:
+                self._workspace(step.kind, step.size, func)
+        for index in reversed(taken.values()):
+            self._free(index)
+        for position, tensor in enumerate(fresh):
+            if position not in done and tensor is not None:
+                self._new_tensor(tensor, func)
+
+    def _program(
+        self, func: Any, args: Any, kwargs: Any, fresh: list[SimTensor | None], recipe: Any
+    ) -> Program | None:
+        if recipe is not None:
+            known = recipe.programs.get(id(self.card), False)
+            if known is not False:
+                return known  # type: ignore[no-any-return]
+        steps = program(func, args, kwargs, fresh, self.card)
+        if recipe is not None:
+            recipe.programs[id(self.card)] = steps
+        return steps
+
+    def _thread(self) -> str:
+        """Library handles belong to threads: the engine's thread runs backward."""
+        return "main" if torch._C._current_graph_task_id() == -1 else "autograd"
+
+    def _workspace(self, kind: str, size: int, func: OpOverload) -> None:
+        key = (kind, self._thread(), self.stream)
+        if key not in self._workspaces and size:
+            self._workspaces[key] = self._allocate(
+                size, func, bill="workspace", name=f"{kind} workspace ({key[1]} thread)"
+            )
+
+    def clear_workspaces(self) -> None:
+        for index in self._workspaces.values():
+            self._free(index)
+        self._workspaces.clear()
+
+    def _new_tensor(self, tensor: SimTensor, func: OpOverload) -> None:
+        if tensor.__dict__["_fake_device"].type != "cuda":
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if size == 0 or key in self._live:
+            return
+        index = self._allocate(size, func)
+        allocation = self._allocations[index]
+        allocation.shape = tuple(tensor.shape)
+        allocation.dtype = _dtype_name(tensor.dtype)
+        self._follow(storage, key, index)
+
+    def _follow(self, storage: Any, key: int, index: int) -> None:
+        ref = _StorageRef(storage, self._died)
+        ref.index, ref.key = index, key
+        self._live[key] = ref
+
+    def _died(self, ref: _StorageRef) -> None:
+        if self._live.get(ref.key) is ref:
+            del self._live[ref.key]
+        self._free(ref.index)
+
+    def _allocate(self, size: int, func: Any, bill: str = "", name: str = "") -> int:
+        try:
+            block = self.allocator.malloc(size, self.stream)
+        except DeviceOutOfMemory as error:
+            raise self._out_of_memory(error, func) from None
+        index = len(self._allocations)
+        self._allocations.append(
+            Allocation(
+                requested=size,
+                block=block.size,
+                address=block.address,
+                stream=self.stream,
+                bill=bill,
+                name=name,
+                operator=self._name(func),
+                module=self._modules[-1] if self._modules else "",
+            )
+        )
+        self._frames.append(user_frame())
+        self._blocks.append(block)
+        self._events.append(("alloc", index, 0, 0))
+        return index
+
+    def _free(self, index: int) -> None:
+        block = self._blocks[index]
+        if block is not None:
+            self._blocks[index] = None
+            self._events.append(("free", index, 0, 0))
+            self.allocator.free(block)
+
+    def take_over(self, old: SimTensor, new: SimTensor) -> None:
+        """``new`` lives in ``old``'s block from now on; the old storage's death means nothing."""
+        if self._quiet:
+            return
+        found = self._live.get(old.untyped_storage()._cdata)
+        if found is None:
+            return
+        index = found.index
+        del self._live[found.key]
+        found.index = -1
+        storage = new.untyped_storage()
+        self._follow(storage, storage._cdata, index)
+
+    def _segment(self, kind: str, address: int, size: int, stream: int) -> None:
+        events = {
+            "segment_alloc": "segment_alloc",
+            "segment_map": "segment_alloc",
+            "segment_free": "segment_free",
+            "segment_unmap": "segment_free",
+        }
+        self._events.append((events[kind], -1, size, address))
+
+    def _out_of_memory(self, error: DeviceOutOfMemory, func: Any) -> torch.OutOfMemoryError:
+        frame = user_frame()
+        self._events.append(("oom", -1, error.requested, 0))
+        message = error.message()
+        self._oom = OutOfMemory(
+            requested=error.requested,
+            allocated=error.allocated,
+            reserved=error.reserved,
+            capacity=error.capacity,
+            free=error.free,
+            message=message,
+            operator=self._name(func),
+            module=self._modules[-1] if self._modules else "",
+            frame=describe(*frame) if frame else "",
+        )
+        return torch.OutOfMemoryError(message)
+
+    def _name(self, func: Any) -> str:
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = func._schema.name if hasattr(func, "_schema") else str(func)
+        return name
+
+    def _weight_cast(self, cast: Any, source: Any) -> None:
+        self.label(cast, "autocast_cache", "autocast copy")
+
+    def record_stream(self, tensor: SimTensor, stream: Any) -> None:
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        block = self._blocks[found.index] if found is not None else None
+        if block is not None:
+            self.allocator.record_stream(block, torch_cuda.stream_id(stream))
+
+    def address_of(self, tensor: SimTensor) -> int:
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return 0
+        offset = tensor.storage_offset() * tensor.element_size()
+        return self._allocations[found.index].address + offset
+
+    def resized(self, storage: Any, size: int) -> None:
+        """``UntypedStorage.resize_``: the old block goes, a new one comes (resizing to 0 frees)."""
+        found = self._live.pop(storage._cdata, None)
+        if size and found is not None:
+            # resize_bytes_cuda (native/cuda/Resize.cpp) allocates before it lets the old data go
+            index = self._allocate(size, torch.ops.aten.resize_.default)
+            self._free(found.index)
+            self._follow(storage, storage._cdata, index)
+        elif found is not None:
+            self._free(found.index)
+            self._zero_sized(storage)
+        elif size:
+            index = self._allocate(size, torch.ops.aten.resize_.default)
+            self._follow(storage, storage._cdata, index)
+
+    def _zero_sized(self, storage: Any) -> None:
+        """Nothing is kept for an emptied storage; it is followed again when it grows."""
+
+
+@contextlib.contextmanager
+def simulated(profile: Profile, **options: Any) -> Iterator[Simulation]:
+    """``with simulated(profile) as gpu:``: shorthand for entering a :class:`Simulation`."""
+    with Simulation(profile, **options) as simulation:
+        yield simulation
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

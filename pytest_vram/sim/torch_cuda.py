@@ -1,0 +1,446 @@
+"""``torch.cuda`` as the simulated card answers it.
+
+Code that asks for capability, memory, streams, events or random state gets the profile's answers
+and the simulated allocator's figures. Functions imported before the simulation began are reached
+too where they look their own helpers up in their module.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _foreach_utils
+
+from pytest_vram.sim.patching import Patches, patches
+from pytest_vram.sim.tensors import CUDA, SimTensor
+
+__all__ = ["Event", "Stream", "installed", "stream_id"]
+
+
+def stream_id(stream: Any) -> int:
+    """The allocator's number of a stream: 0 is the default stream."""
+    return int(getattr(stream, "stream_id", 0))
+
+
+class Stream:
+    """A queue of the simulated card: it only says in whose pool a block is taken."""
+
+    _next = 0
+
+    def __init__(
+        self, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any
+    ) -> None:
+        if stream_id is None:
+            Stream._next += 1
+            stream_id = Stream._next
+        self.stream_id = stream_id
+        self.device = CUDA
+        self.device_index = 0
+        self.device_type = 1
+        self.priority = priority
+        self.cuda_stream = stream_id
+        self._previous: list[Any] = []
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> Stream:
+        self._previous.append(torch.cuda.current_stream())
+        torch.cuda.set_stream(self)  # type: ignore[arg-type]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.cuda.set_stream(self._previous.pop())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash((Stream, self.stream_id))
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device=cuda:0 cuda_stream={self.stream_id:#x}>"
+
+
+class Event:
+    """A mark in a queue; everything before it has always happened."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False,
+        **_: Any,
+    ) -> None:  # fmt: skip
+        self.enable_timing = enable_timing
+        self._when = 0.0
+        self.device = CUDA
+        self.event_id = id(self)
+
+    def record(self, stream: Any = None) -> None:
+        self._when = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._when - self._when) * 1000.0
+
+    def __repr__(self) -> str:
+        return "<torch.cuda.Event simulated>"
+
+
+class _StreamContext:
+    """``torch.cuda.stream(s)``."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*exc)
+
+
+class _Device:
+    """``torch.cuda.device(i)`` and ``device_of(t)``: there is one card."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+        self.prev_idx = 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: Any) -> bool:
+        return False
+
+
+def _index(device: Any) -> int:
+    """The index of a named device; only ``cuda:0`` exists."""
+    if device is None:
+        return 0
+    if isinstance(device, int):
+        index = device
+    else:
+        index = torch.device(device).index or 0
+    if index not in (0, -1):
+        raise AssertionError("Invalid device id")
+    return 0
+
+
+def _properties(profile: Any) -> Any:
+    major, minor = profile.capability
+    return types.SimpleNamespace(
+        name=profile.title,
+        major=major,
+        minor=minor,
+        total_memory=profile.memory,
+        multi_processor_count=profile.multiprocessors,
+        warp_size=profile.warp_size,
+        max_threads_per_multi_processor=profile.threads_per_multiprocessor,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=profile.registers_per_multiprocessor,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=profile.shared_memory_per_block_optin,
+        shared_memory_per_multiprocessor=profile.shared_memory_per_multiprocessor,
+        L2_cache_size=profile.l2_cache,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        gcnArchName="",
+        uuid="simulated",
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+    )
+
+
+@contextlib.contextmanager
+def installed(simulation: Any) -> Iterator[None]:
+    """Replace what the simulation answers; everything comes back on leaving."""
+    with patches() as held:
+        _device_queries(held, simulation)
+        _memory(held, simulation)
+        _streams(held, simulation)
+        _random(held)
+        _mixed_precision(held, simulation)
+        _accelerator(held)
+        _tensors(held, simulation)
+        yield
+
+
+def _device_queries(held: Patches, simulation: Any) -> None:
+    profile = simulation.profile
+    properties = _properties(profile)
+    nothing = lambda *a, **k: None  # noqa: E731
+    held.replace(
+        torch.cuda,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        _device_count_nvml=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda device: _index(device) and None,
+        device=_Device,
+        device_of=_Device,
+        init=nothing,
+        _lazy_init=nothing,
+        _lazy_call=lambda function, **_: function(),
+        synchronize=nothing,
+        ipc_collect=nothing,
+        _sleep=nothing,
+        get_device_name=lambda device=None: _index(device) or profile.title,
+        get_device_capability=lambda device=None: _index(device) or profile.capability,
+        get_device_properties=lambda device=None: _index(device) or properties,
+        can_device_access_peer=lambda *a: False,
+        get_arch_list=lambda: [f"sm_{profile.sm}"],
+        get_gencode_flags=lambda: "",
+        is_bf16_supported=lambda including_emulation=True: including_emulation
+        or profile.capability[0] >= 8,
+        is_tf32_supported=lambda: profile.capability[0] >= 8,
+        set_sync_debug_mode=nothing,
+        get_sync_debug_mode=lambda: 0,
+        current_blas_handle=lambda: 0,
+        utilization=lambda device=None: 0,
+        memory_usage=lambda device=None: 0,
+        temperature=lambda device=None: 0,
+        power_draw=lambda device=None: 0,
+        clock_rate=lambda device=None: 0,
+        device_memory_used=lambda device=None: profile.memory - simulation.allocator.mem_get_info()[0],
+    )  # fmt: skip
+    held.replace(
+        torch._C,
+        _cuda_getDevice=lambda: 0,
+        _cuda_setDevice=nothing,
+        _cuda_isCurrentStreamCapturing=lambda: False,
+        _cuda_clearCublasWorkspaces=simulation.clear_workspaces,
+    )
+    held.replace(torch.cuda.graphs, is_current_stream_capturing=lambda: False)
+    held.replace(torch.cuda, is_current_stream_capturing=lambda: False)
+    nvtx = torch.cuda.nvtx
+    held.replace(
+        nvtx,
+        range_push=lambda msg: 0,
+        range_pop=lambda: 0,
+        range_start=lambda msg: 0,
+        range_end=nothing,
+        mark=nothing,
+        range=lambda *a, **k: contextlib.nullcontext(),
+    )
+
+
+def _memory(held: Patches, simulation: Any) -> None:
+    allocator = simulation.allocator
+
+    def nested(device: Any = None) -> dict[str, Any]:
+        _index(device)
+        tree: dict[str, Any] = {}
+        for key, value in allocator.memory_stats().items():
+            node = tree
+            *path, last = key.split(".")
+            for part in path:
+                node = node.setdefault(part, {})
+            node[last] = value
+        return tree
+
+    def stats(device: Any = None) -> Any:
+        _index(device)
+        return collections.OrderedDict(sorted(allocator.memory_stats().items()))
+
+    def reading(read: Any) -> Any:
+        return lambda device=None: _index(device) or read()
+
+    def old(name: str, function: Any) -> Any:
+        def call(device: Any = None) -> Any:
+            warnings.warn(f"torch.cuda.{name} is deprecated", FutureWarning, stacklevel=2)
+            return function()
+
+        return call
+
+    functions: dict[str, Any] = {
+        "memory_stats": stats,
+        "memory_stats_as_nested_dict": nested,
+        "memory_allocated": reading(lambda: allocator.allocated),
+        "max_memory_allocated": reading(lambda: allocator.peak_allocated),
+        "memory_reserved": reading(lambda: allocator.reserved),
+        "max_memory_reserved": reading(lambda: allocator.peak_reserved),
+        "memory_cached": old("memory_cached", lambda: allocator.reserved),
+        "max_memory_cached": old("max_memory_cached", lambda: allocator.peak_reserved),
+        "reset_peak_memory_stats": reading(allocator.reset_peak),
+        "reset_accumulated_memory_stats": reading(allocator.reset_accumulated),
+        "reset_max_memory_allocated": old("reset_max_memory_allocated", allocator.reset_peak),
+        "reset_max_memory_cached": old("reset_max_memory_cached", allocator.reset_peak),
+        "empty_cache": allocator.empty_cache,
+        "mem_get_info": reading(allocator.mem_get_info),
+        "memory_snapshot": lambda *a, **k: allocator.segments(),
+        "list_gpu_processes": lambda device=None: "no processes are running",
+        "set_per_process_memory_fraction": lambda fraction, device=None: (
+            allocator.set_memory_fraction(fraction)
+        ),
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "_record_memory_history": lambda *a, **k: None,
+        "_snapshot": lambda device=None, **k: simulation.snapshot(),
+        "_dump_snapshot": lambda filename="dump_snapshot.pickle", **k: simulation.dump(filename),
+        "_set_allocator_settings": allocator.configure,
+        "get_allocator_backend": lambda: "native",
+    }
+    held.replace(torch.cuda.memory, **functions)
+    held.replace(torch.cuda, **functions)
+
+
+def _streams(held: Patches, simulation: Any) -> None:
+    default = Stream(stream_id=0)
+    current = [default]
+
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            current[0] = stream
+            simulation.stream = stream_id(stream)
+
+    functions: dict[str, Any] = {
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "Event": Event,
+        "StreamContext": _StreamContext,
+        "stream": _StreamContext,
+        "current_stream": lambda device=None: current[0],
+        "default_stream": lambda device=None: default,
+        "set_stream": set_stream,
+    }
+    held.replace(torch.cuda, **functions)
+    held.replace(torch.cuda.streams, Stream=Stream, Event=Event)
+    held.replace(torch, Event=Event, Stream=Stream)
+
+
+def _random(held: Patches) -> None:
+    state = [torch.zeros(16, dtype=torch.uint8)]
+    seed = [0]
+
+    def set_state(new_state: Any, device: Any = None) -> None:
+        state[0] = new_state
+
+    def manual_seed(value: int) -> None:
+        seed[0] = int(value)
+
+    functions: dict[str, Any] = {
+        "get_rng_state": lambda device="cuda": state[0].clone(),
+        "get_rng_state_all": lambda: [state[0].clone()],
+        "set_rng_state": set_state,
+        "set_rng_state_all": lambda states: set_state(states[0]) if states else None,
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+        "seed": lambda: None,
+        "seed_all": lambda: None,
+        "initial_seed": lambda: seed[0],
+    }
+    held.replace(torch.cuda.random, **functions)
+    held.replace(torch.cuda, **functions)
+    generator = torch.Generator
+
+    class Generator(generator):  # type: ignore[misc, valid-type]
+        """A generator of the simulated card is the host's: it holds no device memory."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return generator.__new__(generator, device="cpu")
+
+    held.set(torch, "Generator", Generator)
+
+
+def _mixed_precision(held: Patches, simulation: Any) -> None:
+    held.replace(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
+    leave = torch.autocast.__exit__
+
+    def leaving(self: Any, *exc: Any) -> Any:
+        # the outermost region clears C++'s cache of weight copies; ours goes with it
+        before = torch.is_autocast_enabled("cuda")
+        result = leave(self, *exc)
+        if before and torch.autocast_increment_nesting() == 1:
+            simulation.policy.clear()
+        torch.autocast_decrement_nesting()
+        return result
+
+    held.set(torch.autocast, "__exit__", leaving)
+    clear = torch.clear_autocast_cache
+
+    def clear_cache() -> None:
+        simulation.policy.clear()
+        clear()
+
+    held.set(torch, "clear_autocast_cache", clear_cache)
+    types_ = [*_foreach_utils._foreach_supported_types, SimTensor]
+    held.set(_foreach_utils, "_foreach_supported_types", types_)
+    fake = torch._subclasses.fake_tensor
+    held.replace(fake, init_gpu_context=lambda *a, **k: None)
+
+
+def _accelerator(held: Patches) -> None:
+    module = getattr(torch, "accelerator", None)
+    if module is None:
+        return
+    cuda = torch.cuda
+    held.replace(
+        module,
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_accelerator=lambda check_available=False: torch.device("cuda"),
+        current_device_index=lambda: 0,
+        current_device_idx=lambda: 0,
+        set_device_index=lambda device: None,
+        set_device_idx=lambda device: None,
+        current_stream=lambda device=None: cuda.current_stream(),
+        set_stream=lambda stream: cuda.set_stream(stream),
+        synchronize=lambda device=None: None,
+        get_device_capability=lambda device=None: {},
+        empty_cache=lambda: cuda.empty_cache(),
+        memory_stats=lambda device=None: cuda.memory_stats(),
+        memory_allocated=lambda device=None: cuda.memory_allocated(),
+        max_memory_allocated=lambda device=None: cuda.max_memory_allocated(),
+        memory_reserved=lambda device=None: cuda.memory_reserved(),
+        max_memory_reserved=lambda device=None: cuda.max_memory_reserved(),
+        reset_peak_memory_stats=lambda device=None: cuda.reset_peak_memory_stats(),
+        reset_accumulated_memory_stats=lambda device=None: cuda.reset_accumulated_memory_stats(),
+        get_memory_info=lambda device=None: cuda.mem_get_info(),
+    )
+
+
+def _tensors(held: Patches, simulation: Any) -> None:
+    """Methods that C++ serves before anything is dispatched."""
+
+    def pin_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    held.set(torch.Tensor, "pin_memory", pin_memory)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_storage(self: Any, size: int) -> Any:
+        if self.device.type != "meta":
+            return resize(self, size)
+        result = resize(self, size)
+        simulation.resized(self, int(size))
+        return result
+
+    held.set(torch.UntypedStorage, "resize_", resize_storage)

@@ -1,0 +1,292 @@
+"""Values on a device that has none: what the program itself determined, and a policy for the rest.
+
+A simulated tensor has no values. Small tensors whose value follows from the program alone (copies
+of host tensors, ``zeros``, ``ones``, ``full``, ``arange`` and what is computed from them) keep it
+on the side, so that reads of masks, positions, counters and loss scales answer truly. For every
+other read:
+
+* ``bool``: False (flags such as "an overflow was found" mean that nothing happened);
+* floating point: 1.0; integers: 1 (``UNKNOWN_INT``);
+* reads that decide how much is allocated (``nonzero``, masks as indices, ``repeat_interleave``
+  with a tensor, ``unique``) raise :class:`DataDependent`, which names the user's line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pytest_vram.sim.tensors import CPU, REAL_ON_HOST, SimTensor
+
+aten = torch.ops.aten
+
+#: Values are kept for integer and bool tensors up to this many elements, and for floating-point
+#: ones up to FLOAT_LIMIT (scales, counters, flags).
+LIMIT = 1 << 16
+FLOAT_LIMIT = 64
+
+UNKNOWN_BOOL, UNKNOWN_FLOAT, UNKNOWN_INT = False, 1.0, 1
+
+
+class DataDependent(RuntimeError):
+    """A value that the simulation does not have decides what happens next."""
+
+
+class NoSimulatedKernel(NotImplementedError):
+    """An operator without a shape rule: PyTorch calls it a fake (or meta) implementation."""
+
+
+# -- keeping values -------------------------------------------------------------------------
+
+
+def _keeps(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    kind = dtype or tensor.dtype
+    limit = FLOAT_LIMIT if kind.is_floating_point or kind.is_complex else LIMIT
+    return tensor.numel() <= limit
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def remember(tensor: SimTensor, value: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Keep a copy of ``value`` (a host tensor) as what ``tensor`` holds."""
+    if type(value) is SimTensor or not _keeps(tensor, dtype):
+        return
+    kept = value.detach().to(dtype=dtype or value.dtype, copy=True)
+    tensor.sim_value = (kept, _version(tensor))
+
+
+def known(tensor: Any) -> torch.Tensor | None:
+    """The value on the host, or None. Host tensors are their own value."""
+    if type(tensor) is not SimTensor:
+        return tensor.detach() if isinstance(tensor, torch.Tensor) else None
+    kept = tensor.sim_value
+    if kept is None:
+        return None
+    version = _version(tensor)
+    if version == kept[1] or (len(kept) == 3 and version == kept[2]):
+        return kept[0]  # type: ignore[no-any-return]
+    tensor.sim_value = None
+    return None
+
+
+_CONSTANT_FACTORIES = {
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.eye.default,
+    aten.scalar_tensor.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+    aten.linspace.default,
+}
+
+
+def from_factory(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Constants that the program asked for have a known value."""
+    if func in _CONSTANT_FACTORIES and type(result) is SimTensor and _keeps(result):
+        value = func(*args, **{**kwargs, "device": CPU, "pin_memory": False} if "pin_memory"
+                     in kwargs else {**kwargs, "device": CPU})  # fmt: skip
+        result.sim_value = (value, _version(result))
+
+
+_SELF_MUTATING_SCALARS = {aten.fill_.Scalar, aten.zero_.default}
+
+
+def propagate(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Compute ``result``'s value where every tensor argument's value is known and small."""
+    outputs = [leaf for leaf in tree_leaves(result) if type(leaf) is SimTensor]
+    schema = func._schema
+    mutates = schema.is_mutable
+    if mutates and func not in _MUTABLE_WITH_VALUES:
+        _mutate(func, args, kwargs)
+        return
+    if not outputs or not all(_keeps(out) for out in outputs):
+        return
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    missing = False
+
+    def value_of(leaf: Any) -> Any:
+        nonlocal missing
+        if isinstance(leaf, torch.Tensor):
+            value = known(leaf)
+            if value is None or value.numel() > LIMIT:
+                missing = True
+            return value
+        return CPU if isinstance(leaf, torch.device) else leaf
+
+    host_args, host_kwargs = tree_map(value_of, (args, kwargs))
+    if missing:
+        return
+    try:
+        computed = func(*host_args, **host_kwargs)
+    except Exception:  # a kernel the host lacks: the value is simply not known
+        return
+    for out, value in zip(outputs, tree_leaves(computed), strict=False):
+        if isinstance(value, torch.Tensor) and value.shape == out.shape:
+            out.sim_value = (value, _version(out))
+
+
+_MUTABLE_WITH_VALUES: set[Any] = set()
+
+
+def _mutate(func: Any, args: Any, kwargs: Any) -> None:
+    """In-place operators: autograd raises the version after them, which drops stale values by
+    itself; where all operands are known the new value is kept for the version to come."""
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        found_inf = args[1]  # nothing overflows in a simulation: the flag stays what it was
+        if type(found_inf) is SimTensor and found_inf.sim_value is not None:
+            _rewritten(found_inf, found_inf.sim_value[0])
+        return
+    target = args[0] if args else None
+    if type(target) is not SimTensor or not _keeps(target):
+        return
+    rest = (args[1:], kwargs)
+    host_rest = tree_map(lambda leaf: known(leaf) if isinstance(leaf, torch.Tensor) else leaf, rest)
+    inputs = [leaf for leaf in tree_leaves(rest) if isinstance(leaf, torch.Tensor)]
+    if any(known(leaf) is None for leaf in inputs):
+        return
+    whole = func in _SELF_MUTATING_SCALARS or func is aten.copy_.default
+    value = known(target)
+    if value is None:
+        if not whole:
+            return
+        value = torch.empty(target.shape, dtype=target.dtype)
+    value = value.clone()
+    try:
+        func(value, *host_rest[0], **host_rest[1])
+    except Exception:
+        return
+    _rewritten(target, value)
+
+
+def _rewritten(target: SimTensor, value: torch.Tensor) -> None:
+    """Autograd counts the write after the operator returns, if at all (``no_grad`` foreach
+    operators do not): both versions are the new value's."""
+    version = _version(target)
+    target.sim_value = (value, version, version if target.is_inference() else version + 1)
+
+
+# -- reading values -------------------------------------------------------------------------
+
+
+def scalar(tensor: torch.Tensor) -> Any:
+    """What ``tensor.item()`` answers."""
+    value = known(tensor)
+    if value is not None:
+        return aten._local_scalar_dense.default(value)
+    if tensor.dtype is torch.bool:
+        return UNKNOWN_BOOL
+    if tensor.dtype.is_complex:
+        return complex(UNKNOWN_FLOAT)
+    return UNKNOWN_FLOAT if tensor.dtype.is_floating_point else UNKNOWN_INT
+
+
+def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    one, other = known(left), known(right)
+    return bool(torch.equal(one, other)) if one is not None and other is not None else True
+
+
+def on_host(tensor: SimTensor) -> torch.Tensor:
+    """A real tensor of the same shape: the known value, or the policy's everywhere."""
+    value = known(tensor)
+    if value is not None:
+        return value.clone()
+    fill = UNKNOWN_FLOAT if tensor.dtype.is_floating_point else UNKNOWN_INT
+    with torch._C._DisableTorchDispatch():
+        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return host.fill_(UNKNOWN_BOOL if tensor.dtype is torch.bool else fill)
+
+
+def to_host(mode: Any, source: SimTensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.cpu()``: a real host tensor while it is small, else a simulated one."""
+    from pytest_vram.sim.tensors import META, wrap
+
+    dtype = kwargs.get("dtype") or source.dtype
+    if source.numel() <= REAL_ON_HOST:
+        options = {k: v for k, v in kwargs.items() if k == "memory_format" and v is not None}
+        return aten._to_copy.default(on_host(source), dtype=dtype, **options)  # type: ignore[no-any-return]
+    elem = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=META)
+    return wrap(mode, elem, CPU)
+
+
+def fill_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``host.copy_(device)``: real where the value is known, else what it was."""
+    value = known(source)
+    if value is not None and type(target) is not SimTensor:
+        target.detach().copy_(value)
+
+
+# -- values that decide ---------------------------------------------------------------------
+
+
+def data_dependent(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Operators whose output's shape is a value: run on known values, or say what is missing."""
+    missing = False
+
+    def value_of(leaf: Any) -> Any:
+        nonlocal missing
+        if isinstance(leaf, torch.Tensor):
+            value = known(leaf)
+            missing = missing or value is None
+            return value
+        return CPU if isinstance(leaf, torch.device) else leaf
+
+    host_args, host_kwargs = tree_map(value_of, (args, kwargs))
+    if missing and func is aten.index.Tensor:
+        # only the mask has to be known, not what it selects from
+        masks = [known(index) for index in args[1] if index is not None]
+        if all(mask is not None for mask in masks):
+            with torch._C._DisableTorchDispatch():
+                pass
+            indices = _expand_masks(args[1])
+            return mode._from_known_indices(func, args[0], indices)
+    if missing:
+        raise DataDependent(_explain(func))
+    computed = func(*host_args, **host_kwargs)
+    return tree_map(
+        lambda leaf: _uploaded(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf, computed
+    )
+
+
+def _expand_masks(indices: Any) -> list[Any]:
+    return [None if index is None else known(index) for index in indices]
+
+
+def _uploaded(mode: Any, value: torch.Tensor) -> SimTensor:
+    from pytest_vram.sim.tensors import CUDA, META, wrap
+
+    elem = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    tensor = wrap(mode, elem, CUDA)
+    remember(tensor, value)
+    return tensor
+
+
+def _explain(func: Any) -> str:
+    from pytest_vram.sim.frames import user_line
+
+    name = func._schema.name.replace("aten::", "torch.")
+    return (
+        f"{name} at {user_line()} makes a tensor whose size depends on values, and a simulated "
+        "tensor has none. Give the size another way (torch.where(mask, x, 0) keeps the shape; a "
+        "mask or index built on the CPU keeps its values), or branch on vram.has_values."
+    )
+
+
+def unsupported_operator(func: Any) -> NoSimulatedKernel:
+    from pytest_vram.sim.frames import user_line
+
+    name = str(func)
+    return NoSimulatedKernel(
+        f"{name} at {user_line()} has no shape rule, so it cannot be simulated. Register one with "
+        f'torch.library.register_fake("{func._schema.name}").'
+    )
