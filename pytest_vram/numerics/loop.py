@@ -1,0 +1,246 @@
+"""The loop as it is seen: steps, optimizers, and in which unit each gradient is at the moment."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_vram.numerics.names import NameBook, listed, optimizer_parameters
+from pytest_vram.numerics.probes import Backward, Listener, ScalerCall, Update
+
+
+@dataclass(slots=True)
+class GradientState:
+    """What is known about one parameter's ``.grad``."""
+
+    parameter: weakref.ref[Tensor]
+    scale: float = 1.0  #: factor that the gradient still carries
+    produced: float = 1.0  #: the loss scale when backward produced it
+    unscaled_at: str = ""  #: line of the unscale_ that divided it
+    applied: bool = False  #: an optimizer has used it since the last backward
+    applied_as: tuple[int, int] = (0, -1)  #: identity and version of the gradient that was used
+    ever: bool = False  #: a backward has reached this parameter
+    contributions: int = 0  #: backward passes since it was last empty or applied
+
+
+@dataclass(slots=True)
+class Reached:
+    """A parameter whose gradient the backward that just ended has written."""
+
+    state: GradientState
+    before: GradientState
+    kept: bool  #: added to a gradient that an optimizer had already used
+
+
+@dataclass(slots=True)
+class OptimizerRecord:
+    number: int
+    optimizer: weakref.ref[Any]
+    updates: int = 0  #: attempts that went through
+    attempts: int = 0
+    waiting: bool = False  #: a backward happened since its last attempt
+    loaded_at: str = ""  #: line of a load_state_dict with a non-empty state
+    scheduler_steps: dict[int, int] = field(default_factory=dict)
+    label: str = ""
+
+
+class Loop(Listener):
+    """Shared by all parts of the watch; it is the first listener, so the others see fresh state.
+
+    Steps count from 1. A new one begins at the first backward (or forward) after an optimizer that
+    has stepped in this step; micro-batches and alternating optimizers are one step.
+    """
+
+    def __init__(self, values: bool = True) -> None:
+        self.values = values
+        self.names = NameBook()
+        self.step = 1
+        self.forwards = 0
+        self.backwards = 0
+        self.optimizers: dict[int, OptimizerRecord] = {}
+        self.gradients: dict[int, GradientState] = {}
+        self._stepped: set[int] = set()  # optimizers that stepped in this step
+        self.forwards_since_update: dict[int, int] = {}  # per outermost module, with gradients
+        self._ran: dict[int, int] = {}  # module -> number of the forward it last ran in
+        self._update_forward = 0  # forwards when an optimizer last stepped
+        self._before: dict[int, tuple[int, int]] = {}
+        self.reached: list[Reached] = []
+
+    # ---- modules and parameters
+
+    def children_added(self, parent: nn.Module) -> None:
+        self.names.note(parent)
+
+    def forward_begins(self, module: nn.Module) -> None:
+        self.forwards += 1
+        self.names.note(module)
+        if torch.is_grad_enabled():
+            count = self.forwards_since_update.get(id(module), 0)
+            self.forwards_since_update[id(module)] = count + 1
+
+    def module_ran(self, module: nn.Module, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._ran[id(module)] = self.forwards
+
+    def ran(self, module: nn.Module) -> bool:
+        """Whether the module ever ran with gradients on."""
+        return id(module) in self._ran
+
+    def used(self, parameter: Tensor) -> bool:
+        """Whether the module that holds ``parameter`` ran since the last update."""
+        return any(
+            self._ran.get(id(owner), -1) > self._update_forward for owner in self.owners(parameter)
+        )
+
+    def owners(self, parameter: Tensor) -> list[nn.Module]:
+        """Modules that hold ``parameter`` themselves (several when it is tied)."""
+        return [
+            module
+            for root in self.names.roots()
+            for module in root.modules()
+            if any(own is parameter for own in module._parameters.values())
+        ]
+
+    def parameters(self) -> list[Tensor]:
+        """Parameters of known modules and optimizers, each once."""
+        seen = {id(p): p for p in self.names.parameters()}
+        for optimizer in self.live_optimizers():
+            for parameter in optimizer_parameters(optimizer):
+                seen.setdefault(id(parameter), parameter)
+        return list(seen.values())
+
+    def live_optimizers(self) -> list[Any]:
+        found = (record.optimizer() for record in self.optimizers.values())
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    def state(self, parameter: Tensor) -> GradientState:
+        state = self.gradients.get(id(parameter))
+        if state is None or state.parameter() is not parameter:
+            state = self.gradients[id(parameter)] = GradientState(weakref.ref(parameter))
+        return state
+
+    # ---- optimizers
+
+    def record(self, optimizer: Any) -> OptimizerRecord:
+        known = self.optimizers.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            known = OptimizerRecord(len(self.optimizers), weakref.ref(optimizer))
+            self.optimizers[id(optimizer)] = known
+        return known
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        self.record(optimizer)
+
+    def optimizer_loaded(self, optimizer: Any, state: Any, line: str) -> None:
+        if state.get("state"):
+            self.record(optimizer).loaded_at = line
+
+    def scheduler_stepped(self, scheduler: Any) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is not None:
+            steps = self.record(optimizer).scheduler_steps
+            steps[id(scheduler)] = steps.get(id(scheduler), 0) + 1
+
+    def describe(self, optimizer: Any) -> str:
+        """``SGD`` while there is one; with several, over whose parameters."""
+        kind = type(optimizer).__name__
+        if len(self.optimizers) < 2:
+            return f"optimizer {kind}"
+        names = self.names.names(optimizer_parameters(optimizer))
+        heads = {name.split(".")[0] for name in names}
+        if len(heads) == 1 and len(names) > 1:
+            return f"optimizer {kind} of '{heads.pop()}'"
+        return f"optimizer {kind} of {listed(names, 2)}"
+
+    # ---- backward
+
+    def backward_begins(self, call: Backward) -> None:
+        self.backwards += 1
+        self._before = {
+            id(p): (id(p.grad), version(p.grad))
+            for p in self.parameters()
+            if p.is_leaf and p.grad is not None
+        }
+
+    def backward_step(self) -> int:
+        """The step that a backward belongs to. Which optimizer steps next is not known yet: once
+        every optimizer that steps at all has had its turn, the next step has begun."""
+        if not any(record.attempts for record in self.optimizers.values()):
+            return max(1, self.backwards) if not self.optimizers else self.step
+        active = {
+            key
+            for key, record in self.optimizers.items()
+            if record.attempts and record.optimizer() is not None
+        }
+        return self.step + (active <= self._stepped)
+
+    def backward_ends(self, call: Backward) -> None:
+        self.reached = []
+        for parameter in self.parameters():
+            grad = parameter.grad if parameter.is_leaf else None
+            if grad is None or (id(grad), version(grad)) == self._before.get(id(parameter)):
+                continue
+            state = self.state(parameter)
+            kept = id(parameter) in self._before and state.applied_as == _fingerprint(grad, -1)
+            self.reached.append(Reached(state, replace(state), kept))
+            state.ever, state.applied, state.unscaled_at = True, False, ""
+            state.contributions += 1
+            state.scale = state.produced = call.scale
+        for record in self.optimizers.values():
+            record.waiting = True
+
+    # ---- scaling and stepping
+
+    def scaler_called(self, call: ScalerCall) -> None:
+        if call.kind == "unscale_" and call.error is None:
+            self.unscale(call.optimizer, call.line)
+
+    def unscale(self, optimizer: Any, line: str) -> None:
+        for parameter in optimizer_parameters(optimizer):
+            state = self.state(parameter)
+            state.scale, state.unscaled_at = 1.0, line
+
+    def gradients_zeroed(self, parameters: list[Tensor], line: str) -> None:
+        for parameter in parameters:
+            state = self.gradients.get(id(parameter))
+            if state is not None:
+                state.scale, state.applied, state.unscaled_at = 1.0, False, ""
+                state.contributions = 0
+
+    def update_begins(self, update: Update) -> None:
+        record = self.record(update.optimizer)
+        record.attempts += 1
+        if record.waiting and id(update.optimizer) in self._stepped:
+            self.step += 1
+            self._stepped.clear()
+        self._stepped.add(id(update.optimizer))
+
+    def update_ends(self, update: Update) -> None:
+        record = self.record(update.optimizer)
+        record.waiting = False
+        record.updates += update.applied
+        self.forwards_since_update.clear()
+        self._update_forward = self.forwards
+        for parameter in optimizer_parameters(update.optimizer):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            state = self.state(parameter)
+            if update.scaler is not None:
+                state.scale = 1.0
+            state.applied, state.contributions = True, 0
+            state.applied_as = _fingerprint(grad)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written in place; inference tensors do not count."""
+    return -1 if torch.is_inference(tensor) else tensor._version
+
+
+def _fingerprint(grad: Tensor, offset: int = 0) -> tuple[int, int]:
+    """One accumulation in place raises the version by one."""
+    return id(grad), version(grad) + offset

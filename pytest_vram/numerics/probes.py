@@ -1,0 +1,512 @@
+"""Probes: everything that is patched into PyTorch to see a training loop, in one context manager.
+
+Loops need not cooperate: modules are seen through the global forward hooks, optimizers through the
+global step hooks, loss scaling through the methods of ``torch.amp.GradScaler`` (the old
+``torch.cuda.amp`` name and subclasses included), ``backward`` where Python enters the autograd
+engine, clipping, schedulers, checkpointing and the autocast cache at their functions.
+
+Each sight becomes one call on every :class:`Listener`. Leaving the context undoes all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.optim.lr_scheduler as schedulers
+import torch.optim.optimizer as optimizers
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+
+from pytest_vram.numerics.frames import user_line
+
+
+@dataclass(slots=True)
+class Backward:
+    """One entry into the autograd engine that accumulates into ``.grad``."""
+
+    roots: tuple[Tensor, ...]
+    line: str
+    #: The loss before scaling, and the scaler with its scale, for each root that was scaled.
+    losses: tuple[Tensor | None, ...] = ()  #: None: the loop dropped the unscaled loss already
+    scaler: Any = None
+    scale: float = 1.0
+    inside_step: bool = False  #: started by an optimizer's closure
+
+
+@dataclass(slots=True)
+class Update:
+    """One attempt to step an optimizer: by the scaler (which may skip it), or directly."""
+
+    optimizer: Any
+    line: str
+    scaler: Any = None
+    applied: bool = False
+    closure: bool = False
+
+
+@dataclass(slots=True)
+class Clip:
+    parameters: list[Tensor]
+    function: str
+    limit: float
+    line: str
+    norm: Tensor | None = None
+
+
+@dataclass(slots=True)
+class ScalerCall:
+    """One call of ``scale``, ``unscale_``, ``step``, ``update`` or ``load_state_dict``."""
+
+    kind: str
+    scaler: Any
+    line: str
+    optimizer: Any = None
+    error: BaseException | None = None
+    scale_before: float = 1.0
+    explicit: bool = False  #: update(new_scale)
+
+
+class Listener:
+    """What a part of the watch may want to know. Every method does nothing by default."""
+
+    def forward_begins(self, module: nn.Module) -> None:
+        """An outermost module starts."""
+
+    def forward_ends(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """An outermost module is through (not called when it raised)."""
+
+    def module_ran(self, module: nn.Module, output: Any) -> None:
+        """Any module, inner ones included, is through."""
+
+    def backward_begins(self, call: Backward) -> None: ...
+
+    def backward_ends(self, call: Backward) -> None: ...
+
+    def update_begins(self, update: Update) -> None: ...
+
+    def gradients_ready(self, update: Update) -> None:
+        """The optimizer is about to read the gradients (unscaled by now)."""
+
+    def update_ends(self, update: Update) -> None: ...
+
+    def gradients_zeroed(self, parameters: list[Tensor], line: str) -> None: ...
+
+    def scaler_called(self, call: ScalerCall) -> None:
+        """After the call returned or raised."""
+
+    def clipped(self, clip: Clip) -> None: ...
+
+    def scheduler_stepped(self, scheduler: Any) -> None: ...
+
+    def optimizer_made(self, optimizer: Any) -> None: ...
+
+    def optimizer_loaded(self, optimizer: Any, state: Any, line: str) -> None: ...
+
+    def autocast_cache_cleared(self) -> None: ...
+
+    def checkpointed(self, function: Any, args: Any, reentrant: bool, line: str) -> None: ...
+
+    def children_added(self, parent: nn.Module) -> None: ...
+
+
+_SCALER_METHODS = ("scale", "unscale_", "step", "update", "load_state_dict")
+
+
+class _Scaled:
+    """What ``scaler.scale`` was given and returned; keeps neither alive."""
+
+    __slots__ = ("loss", "node", "result", "scale", "scaler")
+
+    def __init__(self, scaler: Any, scale: float, loss: Tensor, result: Tensor) -> None:
+        self.scaler, self.scale = scaler, scale
+        self.loss, self.result = weakref.ref(loss), weakref.ref(result)
+        self.node = result.grad_fn._sequence_nr() if result.grad_fn is not None else -1
+
+
+@dataclass
+class Probes:
+    """Context manager; ``listeners`` are told in the given order. ``values=False``: tensors have no
+    values (a simulated pass), so nothing is read from them."""
+
+    listeners: tuple[Listener, ...]
+    values: bool = True
+    scales: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._undo = contextlib.ExitStack()
+        self._depth = 0  # modules that are running
+        self._backward_depth = 0
+        self._updates: list[Update] = []
+        self._scaled: list[_Scaled] = []
+        self._in_scaler: list[int] = []
+        self._creating_scheduler = 0
+        self._scheduling = 0  # ChainedScheduler and SequentialLR step others
+
+    # ---- life
+
+    def __enter__(self) -> Probes:
+        undo = self._undo
+        for handle in (
+            module_hooks.register_module_module_registration_hook(self._registered),
+            module_hooks.register_module_forward_pre_hook(self._entered),
+            module_hooks.register_module_forward_hook(
+                self._left, with_kwargs=True, always_call=True
+            ),
+            optimizers.register_optimizer_step_pre_hook(self._optimizer_pre),
+            optimizers.register_optimizer_step_post_hook(self._optimizer_post),
+        ):
+            undo.callback(handle.remove)
+        # torch.autograd.backward and .grad look the engine's entry up in torch/autograd/__init__.py
+        # (2.6 to 2.14).
+        self._patch(torch.autograd, "_engine_run_backward", self._around_backward)
+        for cls in [torch.amp.GradScaler, *_subclasses(torch.amp.GradScaler)]:
+            for name in _SCALER_METHODS:
+                if name in cls.__dict__:
+                    self._patch(cls, name, functools.partial(self._around_scaler, name))
+        self._patch(Optimizer, "__init__", self._around_optimizer_init)
+        self._patch(Optimizer, "load_state_dict", self._around_optimizer_load)
+        self._patch(Optimizer, "zero_grad", self._around_zero_grad)
+        self._patch(nn.Module, "zero_grad", self._around_zero_grad)
+        self._patch_functions()
+        for scheduler in [schedulers.LRScheduler, *_subclasses(schedulers.LRScheduler)]:
+            if "step" in scheduler.__dict__:
+                self._patch(scheduler, "step", self._around_scheduler_step)
+        self._patch(schedulers.LRScheduler, "_initial_step", self._around_initial_step)
+        self._patch(torch, "clear_autocast_cache", self._around_cache_clear)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._undo.close()
+        self._scaled.clear()
+        self._updates.clear()
+
+    def _patch(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+        setattr(owner, name, around(original))
+        self._undo.callback(setattr, owner, name, original)
+
+    def _patch_functions(self) -> None:
+        """Clipping and checkpointing are functions that user modules import by name."""
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            original = getattr(torch.nn.utils, name)
+            around = self._around_clip(original)
+            for module in list(sys.modules.values()):
+                namespace = getattr(module, "__dict__", None)
+                if isinstance(namespace, dict) and namespace.get(name) is original:
+                    self._patch(module, name, lambda _, new=around: new)
+        # torch.utils.checkpoint.checkpoint looks both up when it is called (2.6 to 2.14).
+        self._patch(checkpointing, "CheckpointFunction", self._around_reentrant)
+        self._patch(
+            checkpointing,
+            "_checkpoint_without_reentrant_generator",
+            self._around_non_reentrant,
+        )
+
+    def _tell(self, event: str, *args: Any) -> None:
+        for listener in self.listeners:
+            getattr(listener, event)(*args)
+
+    # ---- modules
+
+    def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self._tell("children_added", parent)
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._depth += 1
+        if self._depth == 1 and not self._backward_depth:
+            self._tell("forward_begins", module)
+
+    def _left(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """``rest`` is ``(kwargs, output)``, or ``(output,)`` when the forward raised."""
+        if torch.compiler.is_compiling() or not self._depth:
+            return
+        self._depth -= 1
+        if len(rest) < 2:
+            return
+        kwargs, output = rest
+        self._tell("module_ran", module, output)
+        if not self._depth and not self._backward_depth:
+            self._tell("forward_ends", module, (args, kwargs), output)
+
+    # ---- backward
+
+    def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+            accumulates = kwargs.get("accumulate_grad", args[5] if len(args) > 5 else False)
+            self._backward_depth += 1
+            depth = self._depth
+            call = None
+            try:
+                if accumulates and self._backward_depth == 1:
+                    call = self._backward(roots)
+                    self._tell("backward_begins", call)
+                result = run(roots, *args, **kwargs)
+            finally:
+                self._backward_depth -= 1
+                self._depth = depth
+            if call is not None:
+                self._tell("backward_ends", call)
+            return result
+
+        return run_backward
+
+    def _backward(self, roots: Any) -> Backward:
+        tensors = tuple(root for root in roots if isinstance(root, Tensor))
+        call = Backward(tensors, user_line(), inside_step=bool(self._updates))
+        losses = []
+        for root in tensors:
+            scaled = self._scaled_form(root)
+            if scaled is not None:
+                call.scaler, call.scale = scaled.scaler, scaled.scale
+                self._scaled.remove(scaled)
+            losses.append(scaled.loss() if scaled is not None else root)
+        call.losses = tuple(losses)
+        return call
+
+    def _scaled_form(self, root: Tensor) -> _Scaled | None:
+        """The call of ``scale`` that ``root`` comes from: directly, or a few operators ago as in
+        ``(scaler.scale(a) + scaler.scale(b)).backward()``."""
+        by_node = {scaled.node: scaled for scaled in self._scaled if scaled.node >= 0}
+        front = [root.grad_fn] if by_node else []
+        for _ in range(16):
+            node = front.pop(0) if front else None
+            if node is None:
+                return None
+            if node._sequence_nr() in by_node:
+                return by_node[node._sequence_nr()]
+            front += [inner for inner, _ in node.next_functions if inner is not None]
+        return None
+
+    # ---- loss scaling
+
+    def scale_of(self, scaler: Any) -> float:
+        """The scale, read once per change: reading it waits for the GPU."""
+        if not scaler.is_enabled() or not self.values:
+            return float(getattr(scaler, "_init_scale", 1.0)) if scaler.is_enabled() else 1.0
+        if id(scaler) not in self.scales:
+            self.scales[id(scaler)] = float(scaler.get_scale())
+        return self.scales[id(scaler)]
+
+    def _around_scaler(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call_scaler(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            # step() calls unscale_() itself where the loop did not, and a subclass its parent's
+            # method: parts of one call.
+            if not scaler.is_enabled() or id(scaler) in self._in_scaler:
+                return method(scaler, *args, **kwargs)
+            self._in_scaler.append(id(scaler))
+            try:
+                return self._call_scaler(kind, method, scaler, args, kwargs)
+            finally:
+                self._in_scaler.pop()
+
+        return call_scaler
+
+    def _call_scaler(
+        self, kind: str, method: Callable[..., Any], scaler: Any, args: Any, kwargs: Any
+    ) -> Any:
+        optimizer = kwargs.get("optimizer", args[0] if args else None)
+        call = ScalerCall(kind, scaler, user_line(), scale_before=self.scale_of(scaler))
+        call.explicit = kind == "update" and bool(args or kwargs.get("new_scale") is not None)
+        if kind in ("unscale_", "step"):
+            call.optimizer = optimizer
+        update = None
+        if kind == "step":
+            closure = "closure" in kwargs or len(args) > 1
+            update = Update(optimizer, call.line, scaler, closure=closure)
+            self._tell("update_begins", update)
+            self._updates.append(update)
+        try:
+            result = method(scaler, *args, **kwargs)
+        except BaseException as error:
+            call.error = error
+            raise
+        finally:
+            if update is not None:
+                self._updates.remove(update)
+            if kind in ("update", "load_state_dict"):
+                self.scales.pop(id(scaler), None)
+            if kind == "scale" and call.error is None:
+                self._remember_scaled(scaler, call.scale_before, optimizer or args, result)
+            if update is not None:
+                update.applied = call.error is None and not self.found_inf(scaler, optimizer)
+                self._tell("update_ends", update)
+            self._tell("scaler_called", call)
+        return result
+
+    def found_inf(self, scaler: Any, optimizer: Any) -> bool:
+        """Whether the scaler's own check found inf or NaN for this optimizer since update()."""
+        if not self.values:
+            return False
+        states = getattr(scaler, "_per_optimizer_states", {})
+        if id(optimizer) not in states:
+            return False
+        found = states[id(optimizer)]["found_inf_per_device"].values()
+        return any(bool(value.item()) for value in found)
+
+    def _remember_scaled(self, scaler: Any, scale: float, given: Any, result: Any) -> None:
+        pairs = (
+            [(given, result)]
+            if isinstance(result, Tensor)
+            else zip(_flat(given), _flat(result), strict=False)
+        )
+        for loss, scaled in pairs:
+            if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
+                self._scaled.append(_Scaled(scaler, scale, loss, scaled))
+        del self._scaled[:-8]
+
+    # ---- optimizers
+
+    def _around_optimizer_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(init)
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            init(optimizer, *args, **kwargs)
+            self._tell("optimizer_made", optimizer)
+
+        return __init__
+
+    def _around_optimizer_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def load_state_dict(optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+            load(optimizer, state, *args, **kwargs)
+            self._tell("optimizer_loaded", optimizer, state, user_line())
+
+        return load_state_dict
+
+    def _around_zero_grad(self, zero: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(zero)
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            result = zero(owner, *args, **kwargs)
+            if isinstance(owner, nn.Module):
+                parameters: list[Tensor] = list(owner.parameters())
+            else:
+                parameters = [p for group in owner.param_groups for p in group["params"]]
+            self._tell("gradients_zeroed", parameters, user_line())
+            return result
+
+        return zero_grad
+
+    def _optimizer_pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._updates and self._updates[-1].scaler is not None:
+            update = self._updates[-1]
+        else:
+            closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None
+            update = Update(optimizer, user_line(), closure=closure)
+            self._updates.append(update)
+            self._tell("update_begins", update)
+        self._tell("gradients_ready", update)
+
+    def _optimizer_post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # A step that raised never got here: what it left behind goes with the next one.
+        while self._updates and self._updates[-1].scaler is None:
+            update = self._updates.pop()
+            if update.optimizer is optimizer:
+                update.applied = True
+                self._tell("update_ends", update)
+                return
+
+    # ---- functions
+
+    def _around_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(clip)
+        def clip_gradients(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            norm = clip(tensors, limit, *args, **kwargs)
+            owned = [p for p in tensors if isinstance(p, Tensor)]
+            self._tell("clipped", Clip(owned, clip.__name__, float(limit), user_line(), norm))
+            return norm
+
+        return clip_gradients
+
+    def _around_reentrant(self, original: Any) -> Any:
+        probes = self
+
+        class Reentrant:
+            """Stands where ``torch.utils.checkpoint`` looks ``CheckpointFunction`` up."""
+
+            @staticmethod
+            def apply(function: Any, preserve: bool, *args: Any) -> Any:
+                probes._tell("checkpointed", function, args, True, user_line())
+                return original.apply(function, preserve, *args)
+
+        return Reentrant
+
+    def _around_non_reentrant(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+            self._tell("checkpointed", function, args, False, user_line())
+            return original(function, *args, **kwargs)
+
+        return generator
+
+    def _around_scheduler_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def scheduler_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            self._scheduling += 1
+            try:
+                result = step(scheduler, *args, **kwargs)
+            finally:
+                self._scheduling -= 1
+            if not self._scheduling and not self._creating_scheduler:
+                self._tell("scheduler_stepped", scheduler)
+            return result
+
+        return scheduler_step
+
+    def _around_initial_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A scheduler's constructor takes one step itself."""
+
+        @functools.wraps(step)
+        def initial_step(scheduler: Any) -> Any:
+            self._creating_scheduler += 1
+            try:
+                return step(scheduler)
+            finally:
+                self._creating_scheduler -= 1
+
+        return initial_step
+
+    def _around_cache_clear(self, clear: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(clear)
+        def clear_autocast_cache() -> None:
+            clear()
+            self._tell("autocast_cache_cleared")
+
+        return clear_autocast_cache
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _flat(inner)
+    else:
+        yield value

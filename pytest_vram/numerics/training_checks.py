@@ -1,0 +1,495 @@
+"""Does the step train what it should? Gradients that are missing, updates that change nothing."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_vram.findings import Finding
+from pytest_vram.numerics.loop import Loop, version
+from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
+from pytest_vram.numerics.nonfinite import LossValue
+from pytest_vram.numerics.probes import Backward, Listener, Update
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+#: Elements looked at per parameter: all of a small one, a stretch from the middle of a larger one.
+_SAMPLE_CPU, _SAMPLE_CUDA, _MOST_CUDA = 16_384, 256, 192
+
+
+@dataclass(slots=True)
+class Missing:
+    """A trainable parameter that no backward has reached."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    why: str  #: cut, dropped, idle, sibling, unknown
+    optimizer: str = ""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Some elements of one parameter before its first update, and what became of them."""
+
+    parameter: weakref.ref[Tensor]
+    begin: Tensor
+    low_precision: bool
+    updates: int = 0
+    learning: bool = False  #: its learning rate was above 0 at some update
+    adaptive: bool = False  #: the optimizer normalises: an update is about as large as the rate
+    gradient: Tensor | None = None  #: which sampled elements ever had a gradient
+    changed: float = 1.0  #: share of those that changed
+    moved: float = 0.0  #: largest relative change
+
+
+class TrainingWatch(Listener):
+    """Census of gradients and samples of parameters, taken around each optimizer step."""
+
+    def __init__(self, loop: Loop, values: bool, losses: list[LossValue]) -> None:
+        self._loop, self._values, self._losses = loop, values, losses
+        self.missing: dict[int, list[Missing]] = {}
+        self.trained: dict[str, int] = {}  # name -> elements, of parameters with a gradient
+        self.total = 0  # trainable parameters that were asked
+        self.found: dict[str, Finding] = {}
+        self.stuck: list[tuple[str, _Sample]] = []
+        self.moved = 0.0
+        self._samples: dict[int, _Sample] = {}
+        self._frozen: dict[int, int] = {}
+        self._without_grad: dict[int, bool] = {}
+        self.schedulers: list[tuple[str, int, int, int]] = []
+
+    # ---- which parameters have gradients
+
+    def module_ran(self, module: nn.Module, output: Any) -> None:
+        """A module whose own trainable weights left no trace in its output: the graph is cut."""
+        if not torch.is_grad_enabled() or not module._parameters:
+            return
+        if any(p is not None and p.requires_grad for p in module._parameters.values()):
+            cut = not any(t.requires_grad for t in _outputs(output))
+            self._without_grad[id(module)] = self._without_grad.get(id(module), True) and cut
+
+    def backward_ends(self, call: Backward) -> None:
+        if not self._loop.optimizers and not call.inside_step:
+            parameters = [p for p in self._loop.names.parameters() if self._loop.used(p)]
+            if self._worth_a_census(0):
+                self._census(0, parameters, "")
+
+    def _worth_a_census(self, key: int) -> bool:
+        """Again only while somebody is missing: who has had a gradient keeps it."""
+        return key not in self.missing or bool(self.missing[key])
+
+    def _census(self, key: int, parameters: Sequence[Tensor], optimizer: str) -> None:
+        wanted = [p for p in parameters if p.requires_grad]
+        absent = [p for p in wanted if p.grad is None and not self._loop.state(p).ever]
+        self.missing[key] = [self._missing(p, optimizer) for p in absent]
+        self.total = max(self.total, len(wanted))
+        for parameter in parameters:
+            if parameter.grad is not None or self._loop.state(parameter).ever:
+                self.trained.setdefault(self._loop.names.name(parameter), parameter.numel())
+
+    def _missing(self, parameter: Tensor, optimizer: str) -> Missing:
+        name = self._loop.names.name(parameter)
+        owners = self._loop.owners(parameter)
+        ran = [owner for owner in owners if self._loop.ran(owner)]
+        if not owners:
+            why = "unknown"
+        elif any(self._without_grad.get(id(owner)) for owner in ran):
+            why = "cut"
+        elif ran:
+            why = "dropped"
+        elif any(self._has_running_sibling(owner) for owner in owners):
+            why = "sibling"
+        else:
+            why = "idle"
+        return Missing(name, tuple(parameter.shape), parameter.numel(), why, optimizer)
+
+    def _has_running_sibling(self, module: nn.Module) -> bool:
+        """Experts, dropped layers: a module of the same kind under the same list did run."""
+        for root in self._loop.names.roots():
+            for parent in root.modules():
+                if not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):
+                    continue
+                mine = [c for c in parent.children() if any(m is module for m in c.modules())]
+                others = [c for c in parent.children() if c not in mine]
+                if mine and any(
+                    type(c) is type(mine[0]) and any(self._loop.ran(m) for m in c.modules())
+                    for c in others
+                ):
+                    return True
+        return False
+
+    # ---- what a step changes
+
+    def update_begins(self, update: Update) -> None:
+        parameters = optimizer_parameters(update.optimizer)
+        self._frozen = {id(p): version(p) for p in parameters if not p.requires_grad}
+        if self._values:
+            for parameter in _spread(parameters):
+                if id(parameter) not in self._samples:
+                    self._begin(parameter)
+
+    def _begin(self, parameter: Tensor) -> None:
+        piece = _piece(parameter)
+        if piece is not None:
+            self._samples[id(parameter)] = _Sample(
+                weakref.ref(parameter), piece, parameter.dtype in _LOW_PRECISION
+            )
+
+    def gradients_ready(self, update: Update) -> None:
+        """Once the gradients are read here they are in the unit that the optimizer uses."""
+        if not self._values or not self._due(update):
+            return
+        for parameter in _spread(optimizer_parameters(update.optimizer)):
+            sample = self._sample(parameter)
+            if sample is None or parameter.grad is None or parameter.grad.is_sparse:
+                continue
+            piece = _piece(parameter.grad)
+            if piece is not None and piece.shape == sample.begin.shape:
+                nonzero = piece != 0
+                old = sample.gradient
+                sample.gradient = nonzero if old is None else old | nonzero
+
+    def _sample(self, parameter: Tensor) -> _Sample | None:
+        sample = self._samples.get(id(parameter))
+        return sample if sample is not None and sample.parameter() is parameter else None
+
+    def _due(self, update: Update) -> bool:
+        """The first four updates of an optimizer, then each power of two."""
+        number = self._loop.record(update.optimizer).updates + 1
+        return number <= 4 or number & (number - 1) == 0
+
+    def update_ends(self, update: Update) -> None:
+        optimizer = update.optimizer
+        record = self._loop.record(optimizer)
+        if self._worth_a_census(id(optimizer)):
+            self._census(
+                id(optimizer), optimizer_parameters(optimizer), self._loop.describe(optimizer)
+            )
+        self._note_schedulers()
+        if not update.applied:
+            return
+        self._frozen_moved(optimizer, update.line)
+        if not self._values:
+            return
+        rates = _learning_rates(optimizer)
+        adaptive = _adaptive(optimizer)
+        number = record.updates  # the loop counted this one already
+        compare = number <= 4 or number & (number - 1) == 0
+        for parameter in _spread(optimizer_parameters(optimizer)):
+            sample = self._sample(parameter)
+            if sample is None:
+                continue
+            sample.updates += 1
+            sample.learning |= rates.get(id(parameter), 0.0) > 0
+            sample.adaptive = adaptive
+            if compare:
+                self._compare(parameter, sample)
+        if compare:
+            self._note_stuck()
+
+    def _compare(self, parameter: Tensor, sample: _Sample) -> None:
+        now = _piece(parameter)
+        if now is None or now.shape != sample.begin.shape:
+            return
+        differs = now != sample.begin
+        wanted = sample.gradient
+        if wanted is not None and wanted.any():
+            sample.changed = float(differs[wanted].float().mean())
+        change = (now.float() - sample.begin.float()).abs().max()
+        size = sample.begin.float().abs().max()
+        sample.moved = float(change / (size + 1e-12)) if math.isfinite(float(change)) else math.inf
+        self.moved = max(self.moved, sample.moved)
+
+    def _note_stuck(self) -> None:
+        self.stuck = [
+            (self._loop.names.name(parameter), sample)
+            for sample in self._samples.values()
+            if (parameter := sample.parameter()) is not None and _is_stuck(sample)
+        ]
+
+    def _frozen_moved(self, optimizer: Any, line: str) -> None:
+        moved = [
+            p
+            for p in optimizer_parameters(optimizer)
+            if id(p) in self._frozen and version(p) != self._frozen[id(p)]
+        ]
+        if moved and "frozen" not in self.found:
+            names = self._loop.names.names(moved)
+            self.found["frozen"] = Finding(
+                "untrained",
+                "fail",
+                f"{len(moved)} frozen parameters (requires_grad=False) were changed by the "
+                f"optimizer step at {line}: {listed(names)}",
+                ("they still hold a gradient from before they were frozen",),
+                "give the optimizer only parameters with requires_grad, and set .grad = None when "
+                "freezing",
+                {"parameters": names},
+            )
+
+    def _note_schedulers(self) -> None:
+        self.schedulers = [
+            (
+                type(optimizer).__name__,
+                max(record.scheduler_steps.values()),
+                record.updates,
+                record.attempts,
+            )
+            for record in self._loop.optimizers.values()
+            if record.scheduler_steps and (optimizer := record.optimizer()) is not None
+        ]
+
+    def scheduler_stepped(self, scheduler: Any) -> None:
+        self._note_schedulers()
+
+    # ---- judging
+
+    def findings(self, trainable: Sequence[str], scaler_skips: int) -> list[Finding]:
+        return [
+            *self.found.values(),
+            *self._untrained(trainable),
+            *self._outside_pattern(trainable),
+            *self._rounding(),
+            *self._same_loss(),
+            *self._scheduler_ahead(scaler_skips),
+        ]
+
+    def _untrained(self, trainable: Sequence[str]) -> list[Finding]:
+        seen: dict[str, Missing] = {}
+        for group in self.missing.values():
+            for entry in group:
+                if not trainable or _matches(entry.name, trainable):
+                    seen.setdefault(entry.name, entry)
+        result = []
+        for why, severity, reason, hint in _REASONS:
+            members = [entry for entry in seen.values() if entry.why == why]
+            if members:
+                result.append(self._census_finding(members, severity, reason, hint))
+        return result
+
+    def _census_finding(
+        self, members: list[Missing], severity: Any, reason: str, hint: str
+    ) -> Finding:
+        names = [entry.name for entry in members]
+        verb = "has" if len(members) == 1 else "have"
+        owner = f" of {members[0].optimizer}" if members[0].optimizer else ""
+        return Finding(
+            "untrained",
+            severity,
+            f"{len(members)} of {self.total} trainable parameters{owner} {verb} grad None after "
+            f"backward: {listed(names)}; {reason}",
+            tuple(f"{entry.name} {list(entry.shape)}" for entry in members[:8]),
+            hint,
+            {"parameters": names, "elements": sum(entry.numel for entry in members)},
+        )
+
+    def _outside_pattern(self, trainable: Sequence[str]) -> list[Finding]:
+        if not trainable:
+            return []
+        outside = {n: size for n, size in self.trained.items() if not _matches(n, trainable)}
+        if not outside:
+            return []
+        inside = sum(self.trained.values()) - sum(outside.values())
+        total = sum(self.trained.values())
+        factor = f" (x{total / inside:.4g})" if inside else ""
+        return [
+            Finding(
+                "untrained",
+                "fail",
+                f"{len(outside)} parameters outside trainable={_shown(trainable)} received "
+                f"gradients: {listed(outside)}; {total:,} elements train instead of "
+                f"{inside:,}{factor}",
+                tuple(f"{name}: {size:,} elements" for name, size in list(outside.items())[:8]),
+                "freeze them: parameter.requires_grad_(False); with Adam this also saves 12 bytes "
+                "per element (gradient and two moments)",
+                {"parameters": list(outside), "elements": sum(outside.values())},
+            )
+        ]
+
+    def _rounding(self) -> list[Finding]:
+        if not self.stuck:
+            return []
+        name, sample = self.stuck[0]
+        names = [stuck for stuck, _ in self.stuck]
+        parameter_dtype = dtype_name(sample.begin.dtype)
+        share = f"{100 * (1 - sample.changed):.4g} %"
+        details = tuple(
+            f"{stuck}: {100 * (1 - s.changed):.4g} % of the elements with a gradient are "
+            f"bit-identical after {s.updates} updates"
+            for stuck, s in self.stuck[:8]
+        )
+        return [
+            Finding(
+                "untrained",
+                "fail",
+                f"after {sample.updates} updates {share} of the elements of {name} are bit-identical"
+                f" although their gradients are not zero: {parameter_dtype} updates round to nothing"
+                + (f" ({len(names)} parameters: {listed(names)})" if len(names) > 1 else ""),
+                details,
+                "keep fp32 parameters and use autocast, or fp32 master weights"
+                if sample.low_precision
+                else "the update is below the parameter's resolution: check the learning rate",
+                {"parameters": names},
+            )
+        ]
+
+    def _same_loss(self) -> list[Finding]:
+        run = repeated_loss(self._losses)
+        if run is None or self.moved < 1e-4:
+            return []
+        return [
+            Finding(
+                "untrained",
+                "fail",
+                f"the loss is bit-identical ({run[0].value:.6g}) at {len(run)} steps in a row "
+                f"(backward at {run[0].line}) although parameters moved by up to "
+                f"{100 * self.moved:.3g} %",
+                (f"steps {run[0].step} to {run[-1].step}",),
+                "the forward does not see the updated parameters: a stale autocast cache (a region "
+                "open across steps), cached casts or outputs, or an optimizer on a copy of the model",
+                {"loss": run[0].value, "moved": self.moved},
+            )
+        ]
+
+    def _scheduler_ahead(self, skips: int) -> list[Finding]:
+        result = []
+        for name, steps, updates, attempts in self.schedulers:
+            ahead = steps - updates
+            if ahead > 0 and skips and updates + skips >= attempts:
+                plural = "s" if ahead > 1 else ""
+                result.append(
+                    Finding(
+                        "scaler",
+                        "note",
+                        f"scheduler advanced {ahead} step{plural} more than optimizer {name}: "
+                        "skipped steps do not hold it back",
+                        (),
+                        "call scheduler.step() only if the scale did not fall: "
+                        "scaler.get_scale() >= scale_before",
+                        {"scheduler": steps, "optimizer": updates},
+                    )
+                )
+        return result
+
+
+#: (why, severity, reason, hint) in the order in which they are reported.
+_REASONS: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "cut",
+        "fail",
+        "their modules ran, but the output carries no graph: it was cut inside forward",
+        "look for weights cast or cached under no_grad (autocast cache), .detach(), .data, or "
+        "checkpointing with use_reentrant=True on inputs that need no grad",
+    ),
+    (
+        "dropped",
+        "fail",
+        "their modules ran, but the loss does not depend on their output",
+        "use the output in the loss, or freeze them (requires_grad_(False)) or leave them out of "
+        "the optimizer; trainable= in the marker declares what trains",
+    ),
+    (
+        "idle",
+        "fail",
+        "their modules did not run (unused branch)",
+        "use them in forward, or freeze them (requires_grad_(False)) or leave them out of the "
+        "optimizer; trainable= in the marker declares what trains",
+    ),
+    (
+        "unknown",
+        "fail",
+        "no module that ran holds them: the optimizer was built on another copy of the model",
+        "build the optimizer after the model was moved, wrapped or reloaded",
+    ),
+    (
+        "sibling",
+        "note",
+        "modules beside them ran instead (experts, dropped layers)",
+        "",
+    ),
+)
+
+
+def repeated_loss(losses: Sequence[LossValue]) -> list[LossValue] | None:
+    """The losses of one line, if they are the same to the bit across at least two updates."""
+    for line in dict.fromkeys(note.line for note in losses):
+        mine = [n for n in losses if n.line == line and n.dtype in ("float32", "float64")]
+        across = [a for a, b in zip(mine, mine[1:], strict=False) if b.updates > a.updates]
+        if len(across) < 2 or mine[0].value == 0.0 or not math.isfinite(mine[0].value):
+            continue
+        if len({note.value for note in mine}) == 1:
+            return mine
+    return None
+
+
+def _is_stuck(sample: _Sample) -> bool:
+    """Enough updates to judge: two where the rate alone decides the size of an update, eight where
+    a small gradient may be the reason."""
+    enough = sample.updates >= (2 if sample.adaptive else 8)
+    if not enough or not sample.learning or sample.gradient is None:
+        return False
+    if not sample.gradient.any():
+        return False
+    return sample.changed < 0.01 if sample.low_precision else sample.changed == 0.0
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _shown(patterns: Sequence[str]) -> str:
+    return repr(patterns[0]) if len(patterns) == 1 else repr(list(patterns))
+
+
+def _outputs(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _outputs(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _outputs(inner)
+
+
+def _spread(parameters: list[Tensor]) -> list[Tensor]:
+    """On a GPU each sample costs a copy: at most 192 parameters, spread over the model."""
+    if not parameters or parameters[0].device.type != "cuda" or len(parameters) <= _MOST_CUDA:
+        return parameters
+    stride = len(parameters) / _MOST_CUDA
+    return [parameters[int(i * stride)] for i in range(_MOST_CUDA)]
+
+
+def _piece(tensor: Tensor) -> Tensor | None:
+    """Some elements on the CPU. From a GPU a contiguous stretch, which needs no device memory."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_contiguous():
+        return None
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    if not tensor.dtype.is_floating_point:
+        return None
+    flat = tensor.detach().view(-1)
+    most = _SAMPLE_CUDA if tensor.device.type == "cuda" else _SAMPLE_CPU
+    start = max(0, (flat.numel() - most) // 2)
+    piece = flat[start : start + most]
+    return piece.to("cpu") if tensor.device.type == "cuda" else piece.clone()
+
+
+def _learning_rates(optimizer: Any) -> dict[int, float]:
+    return {
+        id(p): float(group.get("lr", 1.0))
+        for group in getattr(optimizer, "param_groups", ())
+        for p in group["params"]
+    }
+
+
+def _adaptive(optimizer: Any) -> bool:
+    """Adam and its kin keep a second moment and divide by its root."""
+    state = next(iter(getattr(optimizer, "state", {}).values()), {})
+    return isinstance(state, dict) and any("sq" in str(key) or "inf" in str(key) for key in state)

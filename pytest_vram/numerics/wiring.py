@@ -1,0 +1,514 @@
+"""Mistakes in the order of calls around a scaler, autocast and checkpointing.
+
+Each check turns what it saw into a finding at once, while modules, optimizers and the user's frames
+still exist, so that the sentence can name the line and the parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_vram.findings import Finding
+from pytest_vram.numerics.loop import Loop, Reached
+from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
+from pytest_vram.numerics.probes import Backward, Clip, Listener, ScalerCall, Update
+
+
+class WiringWatch(Listener):
+    """Collects findings in ``found``, each kind of mistake once."""
+
+    def __init__(self, loop: Loop, values: bool) -> None:
+        self._loop, self._values = loop, values
+        self.found: dict[str, Finding] = {}
+        self._seen: dict[int, _ScalerSeen] = {}
+        self._autocast_step = ""
+        self._reentrant: list[tuple[str, Any]] = []
+        self._micro: list[tuple[str, str]] = []  # (line, how the loss was reduced) since an update
+        self._first_unscale: dict[tuple[int, int], str] = {}
+        self._zeroed = False
+
+    def _add(self, key: str, sentence: str, *details: str, hint: str = "", **more: Any) -> None:
+        kind = more.pop("kind", "scaler")
+        severity = more.pop("severity", "fail")
+        if key not in self.found:
+            self.found[key] = Finding(kind, severity, sentence, details, hint, more)
+
+    def _scaler(self, scaler: Any) -> _ScalerSeen:
+        return self._seen.setdefault(id(scaler), _ScalerSeen())
+
+    # ---- the scaler's calls
+
+    def scaler_called(self, call: ScalerCall) -> None:
+        seen = self._scaler(call.scaler)
+        if call.error is not None:
+            self._refused(call, seen)
+        elif call.kind == "scale":
+            self._missing_update(call, seen)
+        elif call.kind == "unscale_":
+            seen.unscaled[id(call.optimizer)] = call.line
+            self._dtypes(call)
+        elif call.kind == "step":
+            seen.stepped[id(call.optimizer)] = call.line
+        elif call.kind == "update":
+            seen.unscaled.clear()
+            seen.stepped.clear()
+            seen.updates += 1
+            seen.updated_at = call.line
+        elif call.kind == "load_state_dict":
+            seen.loaded = True
+        if call.kind in ("unscale_", "step") and call.error is None:
+            self._lost_scaler_state(call, seen)
+
+    def update_begins(self, update: Update) -> None:
+        if update.scaler is not None:
+            if id(update.optimizer) not in self._scaler(update.scaler).unscaled:
+                self._scale_changed(update.optimizer, update.scaler, update.line)
+            self._dtypes(ScalerCall("step", update.scaler, update.line, update.optimizer))
+        else:
+            self._beside_the_scaler(update)
+        self._undivided_loss(update)
+
+    def _refused(self, call: ScalerCall, seen: _ScalerSeen) -> None:
+        """GradScaler raised: say in the terms of the loop what it could not say."""
+        message = str(call.error)
+        name = self._loop.describe(call.optimizer) if call.optimizer is not None else ""
+        if "unscale_() has already been called" in message:
+            first = seen.unscaled.get(id(call.optimizer), "an earlier line")
+            self._add(
+                "unscale twice",
+                f"unscale_() was called twice for {name} before update(): first at {first}, again "
+                f"at {call.line}",
+                hint="call unscale_() once per optimizer and update, after the last micro-batch",
+            )
+        elif "unscale_() is being called after step()" in message:
+            at = seen.stepped.get(id(call.optimizer), "an earlier line")
+            self._add(
+                "unscale after step",
+                f"unscale_() at {call.line} comes after scaler.step() at {at} for {name}",
+                hint="the order is backward, unscale_, clip, step, update",
+            )
+        elif "step() has already been called" in message:
+            first = seen.stepped.get(id(call.optimizer), "an earlier line")
+            self._add(
+                "step twice",
+                f"scaler.step() was called twice for {name} without scaler.update() between: first "
+                f"at {first}, again at {call.line}",
+                hint="call scaler.update() once at the end of each step",
+            )
+        elif "No inf checks were recorded for this optimizer" in message:
+            self._no_gradients(call)
+        elif "No inf checks were recorded prior to update" in message:
+            self._add(
+                "update without step",
+                f"scaler.update() at {call.line} had nothing to go by: no optimizer was stepped or "
+                "unscaled through the scaler since the last update",
+                hint="call scaler.step(optimizer) before, and update() once per optimizer step, not "
+                "per micro-batch",
+            )
+        elif "Closure use is not currently supported" in message:
+            self._closure(call.line, name)
+        elif "unscale FP16 gradients" in message:
+            self._dtypes(call)
+        elif "_scale is None" in message:
+            self._add(
+                "never scaled",
+                f"scaler.{call.kind}() at {call.line} before any scaler.scale(loss)",
+                hint="backward must start from scaler.scale(loss)",
+            )
+
+    def _missing_update(self, call: ScalerCall, seen: _ScalerSeen) -> None:
+        if seen.stepped:
+            line = next(iter(seen.stepped.values()))
+            self._add(
+                "update missing",
+                f"scaler.step() at {line} was not followed by scaler.update() before the next "
+                f"scale() at {call.line}",
+                hint="call scaler.update() once at the end of each step, or the scale never adapts",
+            )
+
+    def _scale_changed(self, optimizer: Any, scaler: Any, line: str) -> None:
+        """Gradients are divided by another scale than they were multiplied by."""
+        states = [
+            self._loop.state(p) for p in optimizer_parameters(optimizer) if p.grad is not None
+        ]
+        now = self._loop_scale(scaler)
+        wrong = [state for state in states if state.scale not in (1.0, now)]
+        if not wrong or now is None:
+            return
+        was = wrong[0].scale
+        seen = self._scaler(scaler)
+        self._add(
+            "scale changed",
+            f"{self._loop.describe(optimizer)} is unscaled with {now:g} at {line}, but its "
+            f"gradients were produced with scale {was:g} (x{was / now:g})",
+            f"scaler.update() ran in between at {seen.updated_at or 'an unknown line'}",
+            hint="step all optimizers first, then call scaler.update() once",
+            produced=was,
+            divided=now,
+        )
+
+    def _loop_scale(self, scaler: Any) -> float | None:
+        if not self._values:
+            return None
+        return float(scaler.get_scale())
+
+    def _dtypes(self, call: ScalerCall) -> None:
+        """The scaler unscales fp32 gradients; fp16 ones it refuses, and says not which."""
+        parameters = [
+            p for p in optimizer_parameters(call.optimizer) if p.requires_grad or p.grad is not None
+        ]
+        wrong: dict[str, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.dtype in (torch.float16, torch.bfloat16) or parameter.is_complex():
+                wrong.setdefault(dtype_name(parameter.dtype), []).append(parameter)
+        for dtype, members in wrong.items():
+            names = listed(self._loop.names.names(members))
+            refused = call.error is not None or dtype != "bfloat16"
+            verb = "is" if len(members) == 1 else "are"
+            self._add(
+                f"dtype {dtype}",
+                f"{len(members)} of {len(parameters)} trainable parameters {verb} {dtype} under a "
+                f"GradScaler: {names} ({call.kind} at {call.line})",
+                hint="GradScaler needs float32 trainable parameters: cast these with .float() "
+                "(frozen ones may stay as they are)"
+                if dtype != "bfloat16"
+                else "bfloat16 has fp32's range and needs no loss scaling: drop the scaler, or keep "
+                "float32 parameters and use autocast",
+                severity="fail" if refused else "warn",
+                parameters=[self._loop.names.name(p) for p in members],
+            )
+
+    def _no_gradients(self, call: ScalerCall) -> None:
+        """An optimizer whose parameters have no gradient at all."""
+        optimizer = call.optimizer
+        parameters = optimizer_parameters(optimizer)
+        names = self._loop.names.names(parameters)
+        groups = getattr(optimizer, "param_groups", ())
+        details = [
+            f"group {number}: {listed([self._loop.names.name(p) for p in group['params']])}"
+            for number, group in enumerate(groups)
+        ]
+        self._add(
+            "no gradients",
+            f"{self._loop.describe(optimizer)} received 0 of {len(parameters)} gradients in this "
+            f"step (scaler.step at {call.line}): {self.reason(parameters)}",
+            *details,
+            hint="this is wiring, not numerics: step only the optimizers whose parameters took "
+            "part in the loss, and build them on the model that is trained",
+            parameters=names,
+        )
+
+    def reason(self, parameters: list[Tensor]) -> str:
+        """Why none of these has a gradient."""
+        if parameters and not any(p.requires_grad for p in parameters):
+            return "all of them are frozen (requires_grad=False)"
+        ever = [p for p in parameters if self._loop.state(p).ever]
+        if ever:
+            return (
+                "their gradients were cleared between backward and step, or this step's loss "
+                "does not use them"
+            )
+        known = {id(p) for p in self._loop.names.parameters()}
+        if not any(id(p) in known for p in parameters):
+            return "they belong to no module that ran: the optimizer was built on another copy"
+        if not any(self._loop.used(p) for p in parameters):
+            return "their modules did not run in this step (unused branch)"
+        return "the loss does not depend on them (detached, or their output is not used)"
+
+    def _closure(self, line: str, name: str) -> None:
+        self._add(
+            "closure",
+            f"scaler.step() at {line} got a closure for {name}: the closure's gradients are scaled "
+            "and never checked for inf",
+            hint="optimizers with closures (LBFGS) need bf16 or fp32 without a GradScaler",
+        )
+
+    def _lost_scaler_state(self, call: ScalerCall, seen: _ScalerSeen) -> None:
+        record = self._loop.record(call.optimizer)
+        if not record.loaded_at or seen.loaded or seen.updates or record.updates:
+            return
+        self._add(
+            "scaler state",
+            f"{self._loop.describe(call.optimizer)} resumes from a saved state (loaded at "
+            f"{record.loaded_at}), but its GradScaler starts anew at scale {call.scale_before:g}: "
+            "extra skipped steps after each resume",
+            hint="save scaler.state_dict() with the checkpoint and load it: "
+            "scaler.load_state_dict(checkpoint['scaler'])",
+        )
+
+    # ---- direct steps
+
+    def _beside_the_scaler(self, update: Update) -> None:
+        optimizer = update.optimizer
+        states = [
+            self._loop.state(p) for p in optimizer_parameters(optimizer) if p.grad is not None
+        ]
+        scaled = [state for state in states if state.scale != 1.0]
+        record = self._loop.record(optimizer)
+        through = [seen for seen in self._seen.values() if id(optimizer) in seen.ever_stepped]
+        if scaled and not update.closure:
+            self._add(
+                "scaled step",
+                f"optimizer.step() at {update.line} uses gradients that are still multiplied by "
+                f"the loss scale {scaled[0].scale:g} ({self._loop.describe(optimizer)})",
+                hint="replace it with scaler.step(optimizer); it unscales, checks for inf and skips",
+                scale=scaled[0].scale,
+            )
+        elif through and states and all(state.applied for state in states):
+            rejected = through[-1].last_found_inf.get(id(optimizer), False)
+            more = (
+                "; it applied gradients that the scaler had rejected (found_inf)"
+                if rejected
+                else ""
+            )
+            self._add(
+                "second step",
+                f"optimizer.step() at {update.line} runs besides scaler.step() at "
+                f"{through[-1].ever_stepped[id(optimizer)]}: {self._loop.describe(optimizer)} is "
+                f"stepped twice per backward (step {self._loop.step}){more}",
+                hint="remove the plain optimizer.step(): scaler.step(optimizer) calls it when the "
+                "gradients are finite",
+                attempts=record.attempts,
+            )
+        if self.found.get("second step") and through:
+            self._note_rejected(update, through[-1])
+
+    def _note_rejected(self, update: Update, seen: _ScalerSeen) -> None:
+        """The first double step may be a clean one, a later one harmful: say the worse."""
+        old = self.found["second step"]
+        if seen.last_found_inf.get(id(update.optimizer)) and "rejected" not in old.sentence:
+            sentence = (
+                f"{old.sentence}; it applied gradients that the scaler had rejected (found_inf)"
+            )
+            self.found["second step"] = Finding(
+                old.kind, old.severity, sentence, old.details, old.hint, old.data
+            )
+
+    def update_ends(self, update: Update) -> None:
+        self._micro.clear()
+        if update.scaler is not None:
+            seen = self._scaler(update.scaler)
+            seen.ever_stepped[id(update.optimizer)] = update.line
+            seen.last_found_inf[id(update.optimizer)] = not update.applied
+        if update.applied:
+            self._step_under_autocast(update)
+
+    # ---- clipping and accumulation
+
+    def clipped(self, clip: Clip) -> None:
+        scaled = [
+            (p, self._loop.state(p))
+            for p in clip.parameters
+            if p.grad is not None and self._loop.state(p).scale != 1.0
+        ]
+        if not scaled:
+            return
+        scale = scaled[0][1].scale
+        details = []
+        if self._values and clip.norm is not None and clip.function == "clip_grad_norm_":
+            norm = float(clip.norm)
+            details = [
+                f"norm that clip saw {norm:g}, true norm {norm / scale:g}; after unscaling the "
+                f"gradients are clipped to {clip.limit / scale:g} instead of {clip.limit:g}"
+            ]
+        self._add(
+            "clip scaled",
+            f"gradients were clipped while scaled by {scale:g}: {clip.function} at {clip.line} "
+            f"compares a norm that is {scale:g} times too large"
+            if clip.function == "clip_grad_norm_"
+            else f"gradients were clipped while scaled by {scale:g}: {clip.function} at {clip.line}",
+            *details,
+            hint="call scaler.unscale_(optimizer) before clipping",
+            scale=scale,
+        )
+
+    def backward_begins(self, call: Backward) -> None:
+        if call.inside_step and call.scaler is not None:
+            self._closure(call.line, "an optimizer")
+        loss = next((loss for loss in call.losses if loss is not None), None)
+        node = loss.grad_fn if loss is not None else None
+        if call.scaler is not None and node is None and call.roots:
+            node = _below_scaling(call.roots[0])
+        self._micro.append((call.line, _reduction(node)))
+
+    def backward_ends(self, call: Backward) -> None:
+        mixed = [r for r in self._loop.reached if r.before.unscaled_at and not r.before.applied]
+        if mixed and call.scale != 1.0:
+            self._mixed_units(call, mixed)
+        kept = [r for r in self._loop.reached if r.kept and r.before.applied]
+        if kept and not call.inside_step:
+            self._never_zeroed(call, kept)
+        self._cut_by_checkpoint()
+
+    def _mixed_units(self, call: Backward, mixed: list[Reached]) -> None:
+        self._add(
+            "mixed units",
+            f"backward at {call.line} adds gradients scaled by {call.scale:g} to gradients that "
+            f"unscale_() at {mixed[0].before.unscaled_at} had already divided (x{call.scale:g})",
+            self._which(mixed),
+            hint="under gradient accumulation call unscale_() and clip once, after the last "
+            "micro-batch",
+            scale=call.scale,
+        )
+
+    def _never_zeroed(self, call: Backward, kept: list[Reached]) -> None:
+        self._add(
+            "never zeroed",
+            f"backward at {call.line} adds to gradients that the optimizer has already used "
+            f"(step {self._loop.backward_step()}): they are never zeroed",
+            self._which(kept),
+            hint="call optimizer.zero_grad() once per step",
+            kind="untrained",
+        )
+
+    def _which(self, reached: list[Reached]) -> str:
+        parameters = [r.state.parameter() for r in reached]
+        return "parameters: " + listed(
+            self._loop.names.name(p) for p in parameters if p is not None
+        )
+
+    def _undivided_loss(self, update: Update) -> None:
+        """k micro-batches, each with a mean as its loss, give k times the gradient of the batch."""
+        groups: dict[str, list[str]] = {}
+        for line, reduction in self._micro:
+            groups.setdefault(line, []).append(reduction)
+        for line, reductions in groups.items():
+            if len(reductions) < 2 or not all(reductions):
+                continue
+            forwards = self._loop.forwards_since_update
+            if forwards and max(forwards.values()) < len(reductions):
+                continue  # several losses of one forward
+            count = len(reductions)
+            self._add(
+                "undivided",
+                f"{count} micro-batches were accumulated at {line} and the loss was not divided by "
+                f"{count}: each is a {reductions[0]}, so gradients are {count} times too large",
+                hint=f"(loss / {count}).backward()",
+                micro_batches=count,
+            )
+
+    # ---- autocast
+
+    def autocast_cache_cleared(self) -> None:
+        self._autocast_step = ""
+
+    def _step_under_autocast(self, update: Update) -> None:
+        device = next((p.device.type for p in optimizer_parameters(update.optimizer)), "cpu")
+        if not torch.is_autocast_enabled(device) or not torch.is_autocast_cache_enabled():
+            return
+        dtype = torch.get_autocast_dtype(device)
+        if any(p.dtype is torch.float32 for p in optimizer_parameters(update.optimizer)):
+            if dtype is not torch.float32:
+                self._autocast_step = update.line
+
+    def forward_begins(self, module: nn.Module) -> None:
+        if self._autocast_step and torch.is_grad_enabled():
+            self._add(
+                "stale cache",
+                f"optimizer.step() at {self._autocast_step} ran inside an autocast region that "
+                "stayed open: the next forward uses weights that were cast before the update",
+                hint="open autocast around forward and loss only, anew in each step; leaving it "
+                "drops the cached casts",
+                kind="untrained",
+            )
+            self._autocast_step = ""
+
+    # ---- checkpointing
+
+    def checkpointed(self, function: Any, args: Any, reentrant: bool, line: str) -> None:
+        if not reentrant or not torch.is_grad_enabled():
+            return
+        if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            parameters = _parameters_of(function)
+            if any(p.requires_grad for p in parameters):
+                self._reentrant.append((line, parameters))
+
+    def _cut_by_checkpoint(self) -> None:
+        for line, parameters in self._reentrant:
+            without = [p for p in parameters if p.requires_grad and p.grad is None]
+            if without:
+                names = self._loop.names.names(without)
+                self._add(
+                    "reentrant",
+                    f"checkpoint(use_reentrant=True) at {line} got no input that requires grad: "
+                    f"{len(without)} of {sum(p.requires_grad for p in parameters)} trainable "
+                    f"parameters inside get no gradient ({listed(names)})",
+                    hint="use checkpoint(..., use_reentrant=False), or make the frozen embedding's "
+                    "output require grad (model.enable_input_require_grads())",
+                    kind="untrained",
+                    parameters=names,
+                )
+        self._reentrant.clear()
+
+
+class _ScalerSeen:
+    """What one scaler did since its last update, and ever."""
+
+    def __init__(self) -> None:
+        self.unscaled: dict[int, str] = {}
+        self.stepped: dict[int, str] = {}
+        self.ever_stepped: dict[int, str] = {}
+        self.last_found_inf: dict[int, bool] = {}
+        self.updates = 0
+        self.updated_at = ""
+        self.loaded = False
+
+
+_PASS_THROUGH = (
+    "ViewBackward",
+    "UnsafeViewBackward",
+    "ReshapeAliasBackward",
+    "SqueezeBackward",
+    "UnsqueezeBackward",
+    "ToCopyBackward",
+    "AliasBackward",
+    "CloneBackward",
+)
+
+
+def _reduction(node: Any) -> str:
+    """What a loss is if nothing scales it: ``mean`` by name of the operator; empty otherwise."""
+    for _ in range(8):
+        if node is None:
+            return ""
+        name = node.name().rstrip("0123456789")
+        if name.startswith(_PASS_THROUGH):
+            node = node.next_functions[0][0]
+            continue
+        if name == "MeanBackward":
+            return "mean"
+        if getattr(node, "_saved_reduction", None) == 1:  # at::Reduction::Mean
+            return f"mean ({name.removesuffix('Backward')})"
+        return ""
+    return ""
+
+
+def _below_scaling(root: Tensor) -> Any:
+    """The node under the scaler's multiplication, when the loop dropped the loss itself."""
+    node = root.grad_fn
+    if node is not None and node.name().startswith("MulBackward"):
+        return node.next_functions[0][0]
+    return None
+
+
+def _parameters_of(function: Any) -> list[Tensor]:
+    """Parameters that a checkpointed function can reach: its module, its closure, its arguments."""
+    found: dict[int, Tensor] = {}
+    values = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
+    values += [getattr(value, "__self__", None) for value in values if value is not None]
+    values += list(getattr(function, "args", ()) or ())
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # an empty cell
+            continue
+    for value in values:
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(inner, nn.Module):
+                found.update((id(p), p) for p in inner.parameters())
+            elif isinstance(inner, nn.Parameter):
+                found[id(inner)] = inner
+    return list(found.values())
