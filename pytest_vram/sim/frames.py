@@ -19,8 +19,8 @@ _HARNESS = ("pytest", "_pytest", "pluggy", "xdist")
 _USER: dict[CodeType, bool] = {}
 
 
-def _is_user(code: CodeType) -> bool:
-    name = code.co_filename
+def is_user_file(name: str) -> bool:
+    """Whether code of this file is the user's (or of a library of models that they use)."""
     if name.startswith("<") or name.startswith(_TORCH) or name.startswith(_HERE):
         return False
     if _SITE in name:
@@ -37,17 +37,21 @@ def user_frame() -> tuple[CodeType, int] | None:
         code = frame.f_code
         mine = known.get(code)
         if mine is None:
-            mine = known[code] = _is_user(code)
+            mine = known[code] = is_user_file(code.co_filename)
         if mine:
             return code, frame.f_lineno
         frame = frame.f_back
     return None
 
 
-@lru_cache(maxsize=100_000)
 def describe(code: CodeType, line: int) -> str:
     """``train/loss.py:41 compute_loss``, the path relative to where the process runs."""
-    path = code.co_filename
+    return describe_line(code.co_filename, line, code.co_name)
+
+
+@lru_cache(maxsize=100_000)
+def describe_line(path: str, line: int, function: str) -> str:
+    """:func:`describe` where only names are known, as in PyTorch's memory history."""
     if _SITE in path:
         path = path.rsplit(_SITE, 1)[1]
     else:
@@ -56,7 +60,7 @@ def describe(code: CodeType, line: int) -> str:
         except ValueError:  # another drive on Windows
             relative = path
         path = path if relative.startswith("..") else relative
-    return f"{path}:{line} {code.co_name}"
+    return f"{path}:{line} {function}"
 
 
 def user_line() -> str:
