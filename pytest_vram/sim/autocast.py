@@ -187,9 +187,7 @@ class CastPolicy:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with guard(below):
                 dtype = torch.get_autocast_dtype(device)
-                lowered = [cast(value, dtype) for value in args]
-                named = {key: cast(value, dtype) for key, value in kwargs.items()}
-                return operator(*lowered, **named)
+                return operator(*backwards(cast, args, dtype), **named_casts(cast, kwargs, dtype))
 
         return kernel
 
@@ -198,9 +196,8 @@ class CastPolicy:
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with guard(below):
-                raised = [cast(value, torch.float32) for value in args]
-                named = {key: cast(value, torch.float32) for key, value in kwargs.items()}
-                return operator(*raised, **named)
+                dtype = torch.float32
+                return operator(*backwards(cast, args, dtype), **named_casts(cast, kwargs, dtype))
 
         return kernel
 
@@ -251,9 +248,8 @@ class CastPolicy:
                 for value in _tensors((*args, *kwargs.values())):
                     if self.eligible(value) and value.dtype is torch.float32:
                         widest = torch.float32
-                raised = [cast(value, widest) for value in args]
-                named = {key: cast(value, widest) for key, value in kwargs.items()}
-                return operator(*raised, **named)
+                named = named_casts(cast, kwargs, widest)
+                return operator(*backwards(cast, args, widest), **named)
 
         return kernel
 
@@ -268,6 +264,19 @@ class CastPolicy:
 NO_GRAD_CASTS_ARE_REDONE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 _exclude = torch._C._ExcludeDispatchKeyGuard
+
+
+def backwards(cast: Callable[[Any, Any], Any], values: tuple[Any, ...], dtype: Any) -> list[Any]:
+    """Cast arguments last to first, as the wheels' compiler (GCC) evaluates the arguments of the
+    wrapped call: bias, weight, input. The order of the copies decides where blocks are placed and
+    in which order autograd visits them."""
+    return [cast(value, dtype) for value in reversed(values)][::-1]
+
+
+def named_casts(
+    cast: Callable[[Any, Any], Any], values: dict[str, Any], dtype: Any
+) -> dict[str, Any]:
+    return {key: cast(values[key], dtype) for key in reversed(list(values))}
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:

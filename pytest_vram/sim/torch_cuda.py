@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import sys
 import time
 import types
 import warnings
@@ -16,10 +17,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
 from pytest_vram.sim.patching import Patches, patches
 from pytest_vram.sim.tensors import CUDA, SimTensor
+
+torch_optimizer = sys.modules[Optimizer.__module__]
 
 __all__ = ["Event", "Stream", "installed", "stream_id"]
 
@@ -391,8 +395,10 @@ def _mixed_precision(held: Patches, simulation: Any) -> None:
         clear()
 
     held.set(torch, "clear_autocast_cache", clear_cache)
-    types_ = [*_foreach_utils._foreach_supported_types, SimTensor]
-    held.set(_foreach_utils, "_foreach_supported_types", types_)
+    for module in (_foreach_utils, torch_optimizer):
+        known = getattr(module, "_foreach_supported_types", None)
+        if known is not None:
+            held.set(module, "_foreach_supported_types", [*known, SimTensor])
     fake = torch._subclasses.fake_tensor
     held.replace(fake, init_gpu_context=lambda *a, **k: None)
 

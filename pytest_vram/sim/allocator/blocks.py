@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from pytest_vram.sim.allocator.statistics import Flow, Tally
 
-#: A free block's key orders by (size, address), as PyTorch's BlockComparatorSize does within one
-#: stream. Device addresses fit in 49 bits.
-ADDRESS_BITS = 52
-ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
+#: A free block's key is its size and, below that, its place: the order in which PyTorch keeps the
+#: free blocks of one stream. Up to 2.11 a block's place is its address; later the segments come in
+#: the order of their creation first (BlockComparatorSizeCounterAddress), so a place is an address
+#: plus a shift that lines the segments up. Device addresses fit in 49 bits.
+PLACE_BITS = 52
 
 FREE = 0  #: cached: it may be handed out or merged
 ALLOCATED = 1  #: the program holds it
@@ -35,15 +36,17 @@ class Block:
         "next",
         "prev",
         "requested",
+        "shift",
         "size",
         "state",
         "uses",
     )
 
-    def __init__(self, address: int, size: int, lane: Lane) -> None:
+    def __init__(self, address: int, size: int, lane: Lane, shift: int = 0) -> None:
         self.address = address
         self.size = size
         self.lane = lane
+        self.shift = shift  # its place among free blocks is its address plus this
         self.requested = 0
         self.state = ALLOCATED
         self.prev: Block | None = None
@@ -65,7 +68,7 @@ class Block:
 
     def cut(self, size: int) -> Block:
         """Shorten the block to ``size`` bytes; what remains as a block of its own."""
-        rest = Block(self.address + size, self.size - size, self.lane)
+        rest = Block(self.address + size, self.size - size, self.lane, self.shift)
         rest.expandable = self.expandable
         rest.prev, rest.next = self, self.next
         if rest.next is not None:
@@ -126,14 +129,14 @@ class Lane:
         self.unmapped: dict[int, Block] = {}  # by address
 
     def add(self, block: Block) -> None:
-        key = block.size << ADDRESS_BITS | block.address
+        key = (block.size << PLACE_BITS) + block.address + block.shift
         insort(self.keys, key)
         self.blocks[key] = block
         block.state = FREE
         block.born = self.pool.searches
 
     def remove(self, block: Block) -> None:
-        key = block.size << ADDRESS_BITS | block.address
+        key = (block.size << PLACE_BITS) + block.address + block.shift
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pytest_vram.sim.allocator.blocks import (
-    ADDRESS_BITS,
+    PLACE_BITS,
     ALLOCATED,
     FREE,
     GONE,
@@ -84,6 +84,10 @@ class CachingAllocator:
         self._deferred: list[Block] = []  # given up during a capture, used on several streams
         self._capture_uses: dict[Block, set[int]] = {}
         self.expandable = Expandable(self)
+        # pytorch/pytorch#183591, in 2.13: free blocks of one size are ordered by the creation of
+        # their segments, no longer by address alone.
+        self._by_creation = version >= (2, 13)
+        self._places = 0
         self._allowed: int | None = None
         self._fraction: float | None = None
         self.configure(conf)
@@ -120,6 +124,8 @@ class CachingAllocator:
         """Allow the process this part of the device's total memory."""
         self._fraction = fraction
         self._allowed = int(fraction * self.device.total)
+        if fraction >= 1.0 and self.version >= (2, 9):
+            self._allowed = None  # earlier versions keep a ceiling of all memory
         if hasattr(self, "_picky"):
             self._prepare()
 
@@ -175,7 +181,7 @@ class CachingAllocator:
             pool = self._captured_pool(taken, stream) or pool
         lane = pool.lanes.get(stream) or self._open_lane(pool, stream)
         keys = lane.keys
-        at = bisect_left(keys, taken << ADDRESS_BITS)
+        at = bisect_left(keys, taken << PLACE_BITS)
         if at == len(keys) or self._picky:
             block = self._find(lane, taken) or self._obtain(lane, size, taken)
         else:
@@ -188,7 +194,7 @@ class CachingAllocator:
         rest = block.size - taken
         if rest >= lane.least_rest and (not self._oversize or self._may_split(lane, taken)):
             address = block.address + taken
-            tail = Block(address, rest, lane)
+            tail = Block(address, rest, lane, block.shift)
             tail.state = FREE
             tail.prev = block
             tail.next = after = block.next
@@ -196,7 +202,7 @@ class CachingAllocator:
                 after.prev = tail
             block.next = tail
             block.size = taken
-            key = rest << ADDRESS_BITS | address
+            key = (rest << PLACE_BITS) + address + block.shift
             insort(keys, key)
             lane.blocks[key] = tail
             if self._ages:
@@ -262,7 +268,7 @@ class CachingAllocator:
         merged = 0
         after = block.next
         if after is not None and after.state == FREE:
-            key = after.size << ADDRESS_BITS | after.address
+            key = (after.size << PLACE_BITS) + after.address + block.shift
             del keys[bisect_left(keys, key)], lane.blocks[key]
             after.state = GONE
             whole += after.size
@@ -272,7 +278,7 @@ class CachingAllocator:
                 after.prev = block
         before = block.prev
         if before is not None and before.state == FREE:
-            key = before.size << ADDRESS_BITS | before.address
+            key = (before.size << PLACE_BITS) + before.address + block.shift
             del keys[bisect_left(keys, key)], lane.blocks[key]
             block.state = GONE
             whole += before.size
@@ -283,7 +289,7 @@ class CachingAllocator:
             block, before = before, before.prev
         block.size = whole
         block.state = FREE
-        key = whole << ADDRESS_BITS | block.address
+        key = (whole << PLACE_BITS) + block.address + block.shift
         insort(keys, key)
         lane.blocks[key] = block
         if self._ages:
@@ -329,7 +335,7 @@ class CachingAllocator:
         if self._ages:
             lane.pool.searches += 1
         keys = lane.keys
-        at = bisect_left(keys, taken << ADDRESS_BITS)
+        at = bisect_left(keys, taken << PLACE_BITS)
         if at == len(keys):
             return None
         block = lane.blocks[keys[at]]
@@ -404,12 +410,18 @@ class CachingAllocator:
         address = self.device.malloc(size)
         if address is None:
             return None
-        block = Block(address, size, lane)
-        self.heads[address] = block
+        block = self.open_segment(lane, address, size)
         self.reserve(lane, size, 1)
         if self._oversize and size >= self._oversize:
             self.stats.oversize_segments.add()
         self.notify("segment_alloc", address, size, lane.stream)
+        return block
+
+    def open_segment(self, lane: Lane, address: int, size: int) -> Block:
+        """The one block of a new range of addresses, last in the order of segments."""
+        shift = self._places - address if self._by_creation else 0
+        self._places += size
+        block = self.heads[address] = Block(address, size, lane, shift)
         return block
 
     def _out_of_memory(
@@ -459,7 +471,7 @@ class CachingAllocator:
             return False
         wanted = max(taken, self._oversize)
         keys = lane.keys
-        at = bisect_left(keys, wanted << ADDRESS_BITS)
+        at = bisect_left(keys, wanted << PLACE_BITS)
         if at < len(keys) and lane.blocks[keys[at]].expandable is None:
             self._release(lane.blocks[keys[at]])
             return True

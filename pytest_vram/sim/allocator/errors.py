@@ -55,6 +55,12 @@ class DeviceOutOfMemory(MemoryError):
 
         ``process`` stands where PyTorch lists the processes that NVML reports on the card.
         """
+        page = (
+            "docs.pytorch.org/docs/stable/notes/cuda.html"
+            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
+            if self.version >= (2, 10)
+            else "pytorch.org/docs/stable/notes/cuda.html#environment-variables"
+        )
         allowed = "" if self.allowed is None else f"{format_size(self.allowed)} allowed; "
         pools = self.in_private_pools
         private = (
@@ -71,5 +77,5 @@ class DeviceOutOfMemory(MemoryError):
             "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
             f"setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
             "documentation for Memory Management  "
-            "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+            f"(https://{page})"
         )

@@ -70,11 +70,10 @@ class Expandable:
             address = device.addresses.take(granule * granules)
         segment = ExpandableSegment(address, granule, granules)
         self.segments.append(segment)
-        block = Block(address, segment.size, lane)
+        block = self._allocator.open_segment(lane, address, segment.size)
         block.state = UNMAPPED
         block.expandable = segment
         lane.unmapped[address] = block
-        self._allocator.heads[address] = block
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:

@@ -91,7 +91,7 @@ def restore(allocator: CachingAllocator, segments: Iterable[Mapping[str, Any]]) 
             head = allocator.expandable.restore(lane, address, size, last.get(lane))
             allocator.reserve(lane, size, 0)
         else:
-            head = allocator.heads[address] = Block(address, size, lane)
+            head = allocator.open_segment(lane, address, size)
             allocator.reserve(lane, size, 1)
         allocator.device.used += size
         if lane.pool.owner is not None:
