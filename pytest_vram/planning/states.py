@@ -330,11 +330,13 @@ class Lora:
 
     def picks(self, weight: Weight) -> bool:
         """Whether ``weight`` gets an adapter. A fused "qkv" matrix answers to q, k and v."""
-        if weight.role not in ("matrix", "expert"):
-            return False
+        part = weight.name.rsplit(".", 1)[-1]
+        return weight.role in ("matrix", "expert") and self.hits(part)
+
+    def hits(self, part: str) -> bool:
+        """Whether the matrix ``part`` of a layer ("q", "up") is a target."""
         if "all-linear" in self.targets:
             return True
-        part = weight.name.rsplit(".", 1)[-1]
         return any(target == part or (part == "qkv" and target in "qkv") for target in self.targets)
 
     def weights(self, weights: Iterable[Weight]) -> tuple[Weight, ...]:

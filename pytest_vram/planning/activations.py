@@ -1,0 +1,331 @@
+"""Activations: what a forward pass keeps for the backward pass, tensor by tensor.
+
+Nothing here is a magic factor. A layer is the list of tensors that PyTorch's eager autograd saves
+(the derivative formulas of ``tools/autograd/derivatives.yaml``, PyTorch 2.13) when the usual
+modules run: ``nn.LayerNorm`` or the spelled-out RMSNorm of transformers, linear layers,
+``scaled_dot_product_attention`` or the explicit softmax, residual additions.
+
+Symbols (see :mod:`pytest_vram.planning.shapes`): T = B·S tokens, c = bytes of the compute type,
+r = bytes of the residual stream. All results are bytes per micro-batch on one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pytest_vram.planning.shapes import ModelShape, PlanError, Tower
+from pytest_vram.planning.states import Lora, Precision
+
+Attention = Literal["flash", "explicit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor kept for backward. ``cut`` tensors shrink under tensor parallelism alone; the
+    others (norms, residual stream) only under sequence parallelism."""
+
+    name: str
+    size: int
+    cut: bool = False
+    quadratic: bool = False  #: grows with S^2: what selective recomputation drops
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Which layers forget their activations and run again in backward.
+
+    ``selective`` drops the attention core (softmax and what surrounds it), ``full`` keeps only
+    each layer's input, ``every`` keeps the input of every ``step``-th layer (Chen et al. 2016,
+    arXiv 1604.06174, with step = sqrt(L))."""
+
+    kind: Literal["none", "selective", "full", "every"] = "none"
+    step: int = 1
+
+    def __str__(self) -> str:
+        return f"every:{self.step}" if self.kind == "every" else self.kind
+
+    @property
+    def checkpointed(self) -> bool:
+        return self.kind in ("full", "every")
+
+
+def parse_recompute(text: str, layers: int) -> Recompute:
+    """``none``, ``selective``, ``full``, ``every:4`` or ``sqrt`` (every sqrt(L) layers)."""
+    kind, _, step = text.partition(":")
+    if kind in ("none", "selective", "full") and not step:
+        return Recompute(kind)  # type: ignore[arg-type]
+    if kind == "sqrt" and not step:
+        return Recompute("every", math.ceil(math.sqrt(layers)))
+    if kind == "every" and step.isdigit() and int(step) > 0:
+        return Recompute("every", int(step))
+    raise PlanError(
+        f"unknown recomputation {text!r}; known: none, selective, full, every:N, sqrt"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One micro-batch's forward pass: everything that decides what a layer saves. With ``lora``
+    the base matrices are frozen."""
+
+    batch: int
+    sequence: int
+    precision: Precision
+    attention: Attention = "flash"
+    dropout: float = 0.0
+    lora: Lora | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    def inputs(self, *parts: str) -> int:
+        """Bytes per element that the linear layers ``parts`` keep of the one tensor they read.
+
+        A trained matrix keeps its input for the weight gradient, a frozen one does not. Without
+        autocast the layers share that tensor; autocast casts it once for each of them (only weight
+        casts are cached). An adapter keeps its own input, in float32 where peft casts it.
+        """
+        p, c = self.precision, self.precision.compute
+        if self.lora is None:
+            return len(parts) * c if p.cache else p.input
+        adapted = sum(self.lora.hits(part) for part in parts)
+        if p.cache:
+            return adapted * c
+        return adapted * self.lora.size if self.lora.size != c else c * bool(adapted)
+
+
+def layer_saved(tower: Tower, f: Forward, *, moe: bool = False) -> tuple[Saved, ...]:
+    """Every tensor that one layer of ``tower`` keeps, mixture layer or dense one."""
+    items = [*_norms(tower, f), *_attention(tower, f, "attention")]
+    if tower.cross_attention:
+        items += _attention(tower, f, "cross")
+    if moe:
+        items += _mixture(tower, f)
+        if tower.shared_ffn:
+            items += _mlp(tower, f, tower.shared_ffn, f.tokens, "shared")
+    else:
+        items += _mlp(tower, f, tower.ffn, f.tokens, "mlp")
+    return tuple(items)
+
+
+def _norms(tower: Tower, f: Forward) -> Iterator[Saved]:
+    """Norms keep their input, and the linear layers behind them what they read.
+
+    ``layer_norm`` saves x (r), mean and rstd (fp32 each). The spelled-out RMSNorm works in fp32:
+    ``pow`` and ``mul`` save the fp32 x, ``weight *`` (if the weight is trained) the normalised x in
+    the stream's type.
+    """
+    elements, p = f.tokens * tower.hidden, f.precision
+    for index in range(tower.norms):
+        name = f"norm {index + 1}"
+        if tower.norm == "layernorm":
+            yield Saved(f"{name} input", elements * p.residual)
+            yield Saved(f"{name} statistics", 2 * f.tokens * 4)
+        else:
+            yield Saved(f"{name} input in fp32", elements * 4)
+            yield Saved(f"{name} statistics", f.tokens * 4)
+            if f.lora is None:
+                yield Saved(f"{name} normalised", elements * p.residual)
+    qkv = ("qkv",) if tower.fused_qkv else ("q", "k", "v")
+    ups = ("gate", "up") if tower.gated else ("up",)
+    readers = qkv + ups if tower.norms == 1 else qkv
+    yield Saved("attention input", elements * f.inputs(*readers))
+    if tower.cross_attention:
+        yield Saved("cross attention input", elements * f.inputs("q"))
+        yield Saved("encoder output", elements * f.inputs("k", "v"))
+    if tower.norms > 1 and not tower.experts:
+        yield Saved("feed-forward input", elements * f.inputs(*ups))
+    elif tower.experts:
+        yield Saved("router input", elements * f.precision.input)
+
+
+def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
+    """Queries, keys, values, the output, and what lies between.
+
+    Rotary embeddings make new q and k (the products save only cos and sin); where q, k and v come
+    from one fused matrix, v is a view that keeps all of it alive.
+    """
+    tokens, c = f.tokens, f.precision.compute
+    if tower.rotary and tower.fused_qkv:
+        yield Saved(f"{name} fused qkv", tokens * (tower.query + 2 * tower.kv) * c, cut=True)
+        yield Saved(f"{name} rotated q, k", tokens * (tower.query + tower.kv) * c, cut=True)
+    else:
+        yield Saved(f"{name} q, k, v", tokens * (tower.query + 2 * tower.kv) * c, cut=True)
+    if tower.qk_norm:
+        rows = tower.query + tower.kv
+        yield Saved(f"{name} q, k norms", tokens * rows * (4 + c), cut=True)
+    yield Saved(f"{name} output", tokens * tower.query * c, cut=True)
+    if f.lora and f.lora.hits("o") and f.lora.size != c and not f.precision.cache:
+        yield Saved(f"{name} adapter input", tokens * tower.query * f.lora.size, cut=True)
+    if f.attention == "flash":
+        yield Saved(f"{name} log-sum-exp", tokens * tower.heads * 4, cut=True)
+    else:
+        yield from _explicit(tower, f, name)
+    if f.dropout:
+        yield Saved(f"{name} residual dropout mask", tokens * tower.hidden)
+
+
+def _explicit(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
+    """Softmax over S x S scores: its output (fp32 in autocast and in transformers' eager path), a
+    copy in c for the product with v, and with dropout the mask and the dropped copy."""
+    scores, c = f.tokens * f.sequence * tower.heads, f.precision.compute
+    yield Saved(f"{name} softmax", scores * 4, cut=True, quadratic=True)
+    if tower.kv_heads < tower.heads:
+        extra = 2 * (tower.query - tower.kv) * f.tokens * c
+        yield Saved(f"{name} repeated k, v", extra, cut=True)
+    if c != 4:
+        yield Saved(f"{name} softmax cast", scores * c, cut=True, quadratic=True)
+    if f.dropout:
+        yield Saved(f"{name} dropout", scores * (1 + c), cut=True, quadratic=True)
+
+
+def _mlp(tower: Tower, f: Forward, ffn: int, tokens: int, name: str) -> Iterator[Saved]:
+    """The feed-forward block, by activation function.
+
+    Fused gelu and silu save their input, relu its output (which is the next matrix's input), the
+    spelled-out tanh gelu of transformers five tensors, three of them fp32 under autocast because
+    ``pow`` is on autocast's fp32 list.
+    """
+    wide, p = tokens * ffn, f.precision
+    c = p.compute
+    kept = f.inputs("down")
+    if tower.gated:
+        yield Saved(f"{name} gate", wide * c, cut=True)
+        yield Saved(f"{name} activated gate", wide * c, cut=True)
+        yield Saved(f"{name} up", wide * c, cut=True)
+    elif tower.activation == "gelu_new":
+        inner = 12 + 2 if p.cache else 4 * c
+        yield Saved(f"{name} spelled-out gelu", wide * inner, cut=True)
+    elif tower.activation != "relu":
+        yield Saved(f"{name} up", wide * c, cut=True)
+    elif kept != c:
+        yield Saved(f"{name} relu", wide * c, cut=True)
+    if kept:
+        yield Saved(f"{name} down input", wide * kept, cut=True)
+    if f.dropout:
+        yield Saved(f"{name} residual dropout mask", tokens * tower.hidden)
+
+
+def _mixture(tower: Tower, f: Forward) -> Iterator[Saved]:
+    """A mixture of experts: router probabilities, and for each token's ``top_k`` copies the input,
+    the feed-forward tensors and the weighted output. Assumes that no token is dropped."""
+    copies, c = f.tokens * tower.top_k, f.precision.compute
+    yield Saved("router", f.tokens * tower.experts * 8)
+    yield Saved("expert inputs", copies * tower.hidden * f.precision.input)
+    yield from _mlp(tower, f, tower.moe_ffn, copies, "experts")
+    yield Saved("expert outputs", copies * tower.hidden * c)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a rank's share of the activations is cut: tensor parallel ``t``, with sequence
+    parallelism everything over ``t``; ``context`` ranks divide the sequence."""
+
+    tensor: int = 1
+    sequence: bool = False
+    context: int = 1
+
+    def share(self, item: Saved) -> float:
+        whole = item.cut or self.sequence
+        return item.size / self.context / (self.tensor if whole else 1)
+
+
+def layer_bytes(
+    tower: Tower, f: Forward, recompute: Recompute, sharding: Sharding, *, moe: bool = False
+) -> int:
+    """Bytes that one layer holds between forward and backward, without checkpointed layers'
+    re-runs (see :func:`tower_bytes`)."""
+    items = layer_saved(tower, f, moe=moe)
+    if recompute.kind == "selective":
+        items = tuple(item for item in items if not item.quadratic)
+    return int(sum(sharding.share(item) for item in items))
+
+
+def layer_input(tower: Tower, f: Forward, sharding: Sharding) -> int:
+    """What a checkpointed layer keeps: its input, B S H r bytes."""
+    whole = Saved("input", f.tokens * tower.hidden * f.precision.residual)
+    return int(sharding.share(whole))
+
+
+@dataclass(frozen=True, slots=True)
+class TowerActivations:
+    """``kept`` lives from forward to backward; ``rerun`` is what one recomputed stretch of layers
+    holds for a moment in backward."""
+
+    kept: int
+    rerun: int
+
+
+def tower_bytes(
+    tower: Tower, layers: int, f: Forward, recompute: Recompute, sharding: Sharding
+) -> TowerActivations:
+    """Activations of ``layers`` layers of a tower.
+
+    * none, selective: L times one layer;
+    * full: L inputs, and one whole layer while it is run again;
+    * every k: L/k inputs, and k layers while they are run again; k = sqrt(L) makes both O(sqrt L).
+    """
+    dense = layer_bytes(tower, f, recompute, sharding)
+    mixed = layer_bytes(tower, f, recompute, sharding, moe=True) if tower.experts else dense
+    moe_share = tower.moe_layers / tower.layers
+    one = int(mixed * moe_share + dense * (1 - moe_share))
+    if not recompute.checkpointed:
+        return TowerActivations(layers * one, 0)
+    step = min(recompute.step, layers) if recompute.kind == "every" else 1
+    inputs = -(-layers // step) * layer_input(tower, f, sharding)
+    return TowerActivations(inputs, step * max(mixed, dense) if tower.experts else step * dense)
+
+
+def embedding_bytes(shape: ModelShape, f: Forward, sharding: Sharding) -> int:
+    """Between the token ids and the first layer: dropout's mask, the embedding norm's input."""
+    total = 0
+    for tower in shape.towers:
+        if shape.embedding_norm:
+            total += f.tokens * tower.hidden * f.precision.residual + 8 * f.tokens
+        if f.dropout:
+            total += f.tokens * tower.hidden
+    return int(sharding.share(Saved("embedding", total)))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The end of the model: final norm, logits, loss.
+
+    ``kept`` is saved for backward; ``forward`` and ``backward`` are what is alive on top of the
+    layers at the two moments of the loss."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+def head_bytes(shape: ModelShape, f: Forward, sharding: Sharding, *, held: bool = True) -> Head:
+    """Logits and cross-entropy.
+
+    With c-byte logits of V values a token and a loss in fp32 (transformers upcasts, autocast
+    too): forward holds the logits (c), their fp32 copy (4, none if c = 4) and the log-softmax (4);
+    backward holds the logits if the caller still ``held`` the model's output (c), the log-softmax
+    (4), the gradient that ``nll_loss`` made (4) and the one that ``log_softmax`` makes (4).
+    """
+    tower, c, tokens = shape.tower, f.precision.compute, f.tokens
+    norm = 0
+    if shape.final_norm:
+        norm += tokens * tower.hidden * (f.precision.residual + f.precision.compute)
+        if tower.norm == "rmsnorm":
+            norm += tokens * tower.hidden * 4
+    if shape.head_transform:
+        norm += tokens * tower.hidden * (3 * c + f.precision.residual)
+    if shape.head == "classes":
+        tokens = f.batch
+    values = tokens * shape.logits
+    norm = int(sharding.share(Saved("final norm", norm)))
+    cut = sharding.share
+    logits = int(cut(Saved("logits", values * c, cut=True)))
+    fp32 = int(cut(Saved("logits in fp32", values * 4, cut=True)))
+    upcast = fp32 if c != 4 else 0
+    held_size = logits if held else 0
+    return Head(norm, norm + logits + upcast + fp32, norm + held_size + 3 * fp32)
