@@ -1,14 +1,17 @@
-"""Numerical health of a marked training step: is the loss scale sane, is everything finite, does the
-step train what it should? See :class:`Watch`."""
+"""Numerical health of a marked training step: is the loss scale sane, is everything finite, does
+the step train what it should? See :class:`Watch`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from pytest_vram.findings import Finding
+from pytest_vram.numerics.cpu_stand_in import CpuStandIn, too_large
+from pytest_vram.numerics.diagnosis import Birth, Diagnosis
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import FiniteWatch
 from pytest_vram.numerics.probes import Probes
@@ -16,26 +19,29 @@ from pytest_vram.numerics.scaler import ScalerHistory, ScalerWatch, judge
 from pytest_vram.numerics.training_checks import TrainingWatch
 from pytest_vram.numerics.wiring import WiringWatch
 
-__all__ = ["ScalerHistory", "Watch"]
+__all__ = ["CpuStandIn", "ScalerHistory", "Watch", "too_large"]
 
 
 class Watch:
     """Context manager around one pass of a test, on CUDA or the CPU.
 
-    Works for any loop without its cooperation. ``values=False``: the pass is simulated, so that only
-    the order of calls and missing gradients are judged. Enter it before recording of memory begins:
-    its own scalars (1 KiB) are then part of the base, and nothing else it does uses device memory.
+    Works for any loop without its cooperation. Enter it before the recording of memory begins: its
+    own scalars (1 KiB) are then part of the base, and nothing else it does uses device memory.
+
+    ``values=False``: the pass is simulated, so only the order of calls and missing gradients are
+    judged. ``diagnose=True``: a replay after a pass whose ``needs_replay`` was true. It watches
+    every operator and scales every loss by 1, and is given to the first watch's ``findings``.
     """
 
-    def __init__(self, *, values: bool = True) -> None:
+    def __init__(self, *, values: bool = True, diagnose: bool = False) -> None:
         self.values = values
         self._loop = Loop(values)
         self._finite = FiniteWatch(self._loop, values)
         self._wiring = WiringWatch(self._loop, values)
         self._training = TrainingWatch(self._loop, values, self._finite.losses)
-        self._probes = Probes(())
+        self._probes = Probes((), values, unit_scale=diagnose)
         self._scaler = ScalerWatch(self._loop, self._probes)
-        self._probes.values = values
+        self._diagnosis = Diagnosis(self._loop.names) if diagnose else None
         # The loop first: the others ask it what was known until now.
         self._probes.listeners = (
             self._loop,
@@ -50,6 +56,8 @@ class Watch:
         if self.values:
             self._finite.check.prepare()
         self._stack.enter_context(self._probes)
+        if self._diagnosis is not None:
+            self._stack.enter_context(self._diagnosis)
         return self
 
     def __exit__(
@@ -83,24 +91,13 @@ class Watch:
         """Whether there was anything to check: a backward or a module's forward."""
         return bool(self._loop.backwards or self._loop.forwards)
 
-    # ---- verdict
-
-    def findings(self, budget: Any = None) -> tuple[Finding, ...]:
-        """Everything that is wrong. ``budget`` is the marker's (``warmup``, ``skipped_steps``,
-        ``trainable``)."""
-        history = self.scaler
-        found = [
-            *self._wiring.found.values(),
-            *judge(
-                history,
-                int(getattr(budget, "warmup", 1) or 0),
-                getattr(budget, "skipped_steps", None),
-                None,
-            ),
-            *self._finite.found.values(),
-            *self._training.findings(_patterns(budget), history.skipped),
-        ]
-        return tuple(found)
+    @property
+    def needs_replay(self) -> bool:
+        """Something was not finite, or nothing could be checked from outside: a second pass with
+        ``Watch(diagnose=True)`` can name the operator."""
+        if not self.values or self._diagnosis is not None:
+            return False
+        return bool(self._finite.found) or not self.saw_training or self.scaler.skipped > 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -108,6 +105,77 @@ class Watch:
         if not self.values:
             return ("values were not checked: this pass was simulated",)
         return ()
+
+    # ---- verdict
+
+    def findings(self, budget: Any = None, replay: Watch | None = None) -> tuple[Finding, ...]:
+        """Everything that is wrong. ``budget`` is the marker's (``warmup``, ``skipped_steps`` and
+        ``trainable`` are read); ``replay`` a finished ``Watch(diagnose=True)``."""
+        birth = replay.first_bad if replay is not None else None
+        text = f"first non-finite operator: {birth.text()}" if birth is not None else ""
+        warmup = int(getattr(budget, "warmup", 1) or 0)
+        allowed = getattr(budget, "skipped_steps", None)
+        at_one = replay.finite_gradients if replay is not None and self.scaler.used else None
+        found = [
+            *self._wiring.found.values(),
+            *judge(self.scaler, warmup, allowed, at_one, text),
+            # The first that was noticed; the rest followed from it.
+            *(_with_detail(finding, text) for finding in [*self._finite.found.values()][:1]),
+            *self._training.findings(_patterns(budget), self.scaler.skipped),
+        ]
+        if replay is not None and not self.saw_training:
+            found += replay.loose_ends(birth)
+        return tuple(found)
+
+    # ---- as a replay
+
+    @property
+    def finite_gradients(self) -> bool | None:
+        """At scale 1: True when no gradient was inf or NaN, False when some were at every step."""
+        if not self.scaler.skipped and "gradients" not in self._finite.found:
+            return True
+        return False if self.scaler.skipped >= len(self.scaler.steps) else None
+
+    @property
+    def first_bad(self) -> Birth | None:
+        """The operator that explains what was not finite in this replay."""
+        if self._diagnosis is None:
+            return None
+        found = self._finite.found
+        if "loss" in found or "output" in found:
+            return self._diagnosis.first(True)
+        if "gradients" in found or self.scaler.skipped:
+            return self._diagnosis.first(False)
+        return self._diagnosis.first(None) if not self.saw_training else None
+
+    def loose_ends(self, birth: Birth | None) -> list[Finding]:
+        """Findings of a pass without modules and losses: only its operators tell."""
+        assert self._diagnosis is not None
+        result = []
+        if birth is not None and birth.what == "NaN":
+            hint = (
+                "mask with a finite value inside the dtype's range and zero the empty rows"
+                if "softmax" in birth.operator
+                else ""
+            )
+            sentence = f"NaN appeared: {birth.text()}"
+            result.append(Finding("non-finite", "fail", sentence, (), hint, {"what": "operator"}))
+        for refusal in self._diagnosis.refused[:1]:
+            result.append(
+                Finding(
+                    "non-finite",
+                    "fail",
+                    f"a constant does not fit its dtype: {refusal}",
+                    (),
+                    "float16 ends at 65504: use torch.finfo(dtype).min, or a mask value such as -1e4",
+                    {"what": "constant"},
+                )
+            )
+        return result
+
+
+def _with_detail(finding: Finding, text: str) -> Finding:
+    return replace(finding, details=(*finding.details, text)) if text else finding
 
 
 def _patterns(budget: Any) -> Sequence[str]:

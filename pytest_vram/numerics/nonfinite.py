@@ -30,7 +30,7 @@ class FiniteCheck:
 
     def prepare(self) -> None:
         """Make the scalars now: inside the recorded window they would be a kilobyte of the test's."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._on(torch.device("cuda", torch.cuda.current_device()))
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -118,6 +118,9 @@ class Listener:
 
     def children_added(self, parent: nn.Module) -> None: ...
 
+    def banned_called(self, name: str, line: str) -> None:
+        """An operator that raises under CUDA autocast was called inside autocast."""
+
 
 _SCALER_METHODS = ("scale", "unscale_", "step", "update", "load_state_dict")
 
@@ -140,6 +143,8 @@ class Probes:
 
     listeners: tuple[Listener, ...]
     values: bool = True
+    #: Scale every loss by 1, to see gradients as they are: a diagnostic replay.
+    unit_scale: bool = False
     scales: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -208,7 +213,9 @@ class Probes:
             for module in list(sys.modules.values()):
                 namespace = getattr(module, "__dict__", None)
                 if isinstance(namespace, dict) and namespace.get(name) is original:
-                    self._patch(module, name, lambda _, new=around: new)
+                    setattr(module, name, around)
+                    self._undo.callback(setattr, module, name, original)
+        self._patch(torch.nn.functional, "binary_cross_entropy", self._around_banned)
         # torch.utils.checkpoint.checkpoint looks both up when it is called (2.6 to 2.14).
         self._patch(checkpointing, "CheckpointFunction", self._around_reentrant)
         self._patch(
@@ -326,6 +333,9 @@ class Probes:
     ) -> Any:
         optimizer = kwargs.get("optimizer", args[0] if args else None)
         call = ScalerCall(kind, scaler, user_line(), scale_before=self.scale_of(scaler))
+        if kind == "scale" and self.unit_scale:
+            _force_unit_scale(scaler, optimizer)
+            self.scales[id(scaler)] = call.scale_before = 1.0
         call.explicit = kind == "update" and bool(args or kwargs.get("new_scale") is not None)
         if kind in ("unscale_", "step"):
             call.optimizer = optimizer
@@ -441,6 +451,17 @@ class Probes:
 
         return clip_gradients
 
+    def _around_banned(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """CUDA's autocast refuses it (autocast_mode.cpp), the CPU's casts to fp32."""
+
+        @functools.wraps(function)
+        def banned(*args: Any, **kwargs: Any) -> Any:
+            if any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu")):
+                self._tell("banned_called", function.__name__, user_line())
+            return function(*args, **kwargs)
+
+        return banned
+
     def _around_reentrant(self, original: Any) -> Any:
         probes = self
 
@@ -498,7 +519,15 @@ class Probes:
         return clear_autocast_cache
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _force_unit_scale(scaler: Any, outputs: Any) -> None:
+    first = next((value for value in _flat(outputs) if isinstance(value, Tensor)), None)
+    if scaler._scale is None and first is not None:
+        scaler._lazy_init_scale_growth_tracker(first.device)
+    if scaler._scale is not None:
+        scaler._scale.fill_(1.0)
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
     for child in cls.__subclasses__():
         yield child
         yield from _subclasses(child)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_vram.findings import Finding
+from pytest_vram.findings import Finding, Severity
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.probes import Backward, Clip, Listener, Probes, ScalerCall, Update
 
@@ -300,7 +300,9 @@ def _search_unfinished(
         f"run more steps (warmup={len(steps) + min(4, enough)}) or start lower "
         f"(GradScaler(init_scale={steps[-1].scale_after / 4:g}))"
     )
-    return Finding("scaler", "warn", sentence, _history_lines(steps), hint, _data(steps))
+    # Three overflows in a row are the ordinary start of a search from 65536.
+    severity: Severity = "warn" if len(steps) > 3 else "note"
+    return Finding("scaler", severity, sentence, _history_lines(steps), hint, _data(steps))
 
 
 def _normal(steps: Sequence[ScalerStep], skipped: Sequence[ScalerStep], label: str) -> Finding:

@@ -491,5 +491,5 @@ def _learning_rates(optimizer: Any) -> dict[int, float]:
 
 def _adaptive(optimizer: Any) -> bool:
     """Adam and its kin keep a second moment and divide by its root."""
-    state = next(iter(getattr(optimizer, "state", {}).values()), {})
+    state: Any = next(iter(getattr(optimizer, "state", {}).values()), {})
     return isinstance(state, dict) and any("sq" in str(key) or "inf" in str(key) for key in state)

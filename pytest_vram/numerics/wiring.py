@@ -416,6 +416,15 @@ class WiringWatch(Listener):
             )
             self._autocast_step = ""
 
+    def banned_called(self, name: str, line: str) -> None:
+        self._add(
+            f"banned {name}",
+            f"{name} inside autocast at {line}: raises on cuda (unsafe to autocast), also where a "
+            "CPU run passes",
+            hint=f"use {name}_with_logits without the sigmoid, or leave autocast for it and pass "
+            "float32",
+        )
+
     # ---- checkpointing
 
     def checkpointed(self, function: Any, args: Any, reentrant: bool, line: str) -> None:

@@ -1,0 +1,440 @@
+"""The CPU in the GPU's place: a test body written for CUDA runs for real where there is no GPU.
+
+Inside :class:`CpuStandIn` the device ``cuda`` means the CPU. Tensors that were sent there say so
+(``x.device``, ``x.is_cuda``), ``torch.cuda`` answers as a machine with one card whose memory figures
+are 0, and ``torch.autocast("cuda")`` casts on the CPU by CUDA's policy
+(:mod:`pytest_vram.sim.autocast`): layer_norm in fp32, ``binary_cross_entropy`` refused.
+Values are then those of the CPU's kernels in the dtypes of a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from pytest_vram.sim.autocast import CastPolicy
+from pytest_vram.sim.patching import Patches, patches
+from pytest_vram.sim.torch_cuda import Event, Stream
+
+#: The mark on tensors that are "on the GPU". Not a subclass: type(x) is what the user expects.
+_MARK = "_vram_on_cuda"
+_CUDA = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+
+#: Above this many parameter updates (elements times steps) a CPU takes minutes.
+LARGEST = 400_000_000
+
+
+def too_large(model: nn.Module, steps: int = 4) -> str | None:
+    """Why ``steps`` training steps of ``model`` are not run on the CPU; None when they are."""
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    if elements * steps <= LARGEST:
+        return None
+    return (
+        f"numerics were not checked: {elements:,} parameters x {steps} steps are too much for a CPU "
+        f"run (limit {LARGEST:,}); --vram-numerics cpu runs them all the same"
+    )
+
+
+class CpuStandIn(TorchFunctionMode):
+    """Context manager; everything is undone on exit, also after exceptions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack = contextlib.ExitStack()
+        self.policy: CastPolicy | None = None
+        self.default_is_cuda = False  # torch.set_default_device("cuda")
+
+    def __enter__(self) -> CpuStandIn:
+        # Every optimizer imports Dynamo, whose rules name torch.cuda's own functions: not ours.
+        import torch._dynamo  # noqa: F401
+
+        held = self._stack.enter_context(patches())
+        try:
+            self.policy = CastPolicy("AutocastCPU", "cpu")
+            self._stack.callback(self.policy.close)
+            _patch_cuda(held)
+            _patch_default_device(held, self)
+            held.set(nn.Parameter, "__new__", _marking_parameter(nn.Parameter.__new__))
+            _patch_autocast(held, self.policy, self._stack)
+            super().__enter__()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, tb)
+        self._stack.close()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        device = kwargs.get("device")
+        onto_gpu = _is_cuda(device) or type(device) is int
+        if onto_gpu:
+            kwargs = {**kwargs, "device": _CPU}
+        elif self.default_is_cuda and device is None and func in _device_constructors():
+            onto_gpu = True
+        result = func(*args, **kwargs)
+        if onto_gpu or _any_marked(args) or (kwargs and _any_marked(kwargs.values())):
+            _mark(result)
+        return result
+
+
+# ---- marks
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.partition(":")[0] == "cuda"
+
+
+def on_cuda(tensor: Tensor) -> bool:
+    return _MARK in tensor.__dict__
+
+
+def _any_marked(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, Tensor):
+            if _MARK in value.__dict__:
+                return True
+        elif isinstance(value, (list, tuple)) and value and _any_marked(value):
+            return True
+    return False
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value.__dict__[_MARK] = True
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _mark(inner)
+    return value
+
+
+def _unmarked_copy(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    copy.__dict__.pop(_MARK, None)
+    return copy
+
+
+def _marking_parameter(new: Any) -> Any:
+    """``Parameter(data)`` makes a new tensor in C++, which no mode sees."""
+
+    def __new__(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:  # noqa: N807
+        parameter = new(cls, data, requires_grad)
+        if isinstance(data, Tensor) and on_cuda(data):
+            _mark(parameter)
+        return parameter
+
+    return staticmethod(__new__)
+
+
+# ---- functions that speak of devices
+
+
+def _to(func: Any, args: Any, kwargs: Any) -> Any:
+    """``Tensor.to``: a move between host and card copies, a cast on the same side does not."""
+    tensor, rest = args[0], list(args[1:])
+    marked = on_cuda(tensor)
+    target: bool | None = None
+    for place, value in enumerate(rest):
+        if isinstance(value, Tensor):
+            target = on_cuda(value)
+        elif _is_cuda(value) or (place == 0 and isinstance(value, int)):
+            target, rest[place] = True, _CPU
+        elif isinstance(value, (str, torch.device)):
+            target = False
+    device = kwargs.get("device")
+    if _is_cuda(device) or isinstance(device, int):
+        target, kwargs = True, {**kwargs, "device": _CPU}
+    elif device is not None:
+        target = False
+    if isinstance(kwargs.get("other"), Tensor):
+        target = on_cuda(kwargs["other"])
+    result = func(tensor, *rest, **kwargs)
+    if target is None:
+        target = marked
+    if target != marked and result is tensor:
+        result = _unmarked_copy(tensor)
+    return _mark(result) if target else _without_mark(result)
+
+
+def _without_mark(tensor: Tensor) -> Tensor:
+    tensor.__dict__.pop(_MARK, None)
+    return tensor
+
+
+def _cuda(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    return tensor if on_cuda(tensor) else _mark(_unmarked_copy(tensor))
+
+
+def _cpu(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    return _unmarked_copy(tensor) if on_cuda(tensor) else tensor
+
+
+def _device(func: Any, args: Any, kwargs: Any) -> Any:
+    return _CUDA if on_cuda(args[0]) else func(*args, **kwargs)
+
+
+def _tensor_is_cuda(func: Any, args: Any, kwargs: Any) -> Any:
+    return on_cuda(args[0]) or func(*args, **kwargs)
+
+
+def _tensor_is_cpu(func: Any, args: Any, kwargs: Any) -> Any:
+    return not on_cuda(args[0]) and func(*args, **kwargs)
+
+
+def _get_device(func: Any, args: Any, kwargs: Any) -> Any:
+    return 0 if on_cuda(args[0]) else func(*args, **kwargs)
+
+
+def _pin_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+def _is_pinned(func: Any, args: Any, kwargs: Any) -> Any:
+    return False
+
+
+def _record_stream(func: Any, args: Any, kwargs: Any) -> None:
+    return None
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
+    """``parameter.data = value``: how ``Module.to`` moves a model."""
+    result = func(*args, **kwargs)
+    _mark(args[0]) if on_cuda(args[1]) else _without_mark(args[0])
+    return result
+
+
+def _plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions without a tensor result that must not pay for the search for marks."""
+    return func(*args, **kwargs)
+
+
+def _type(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.type("torch.cuda.FloatTensor")`` and ``x.type()``."""
+    if len(args) == 1 and not kwargs:
+        name = func(*args)
+        return name.replace("torch.", "torch.cuda.", 1) if on_cuda(args[0]) else name
+    wanted = str(args[1] if len(args) > 1 else kwargs["dtype"])
+    if "torch.cuda." in wanted:
+        return _mark(func(args[0], wanted.replace("torch.cuda.", "torch.")))
+    result = func(*args, **kwargs)
+    return _mark(result) if on_cuda(args[0]) else result
+
+
+_SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    Tensor.to: _to,
+    Tensor.cuda: _cuda,
+    Tensor.cpu: _cpu,
+    Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: _tensor_is_cuda,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: _tensor_is_cpu,  # type: ignore[attr-defined]
+    Tensor.get_device: _get_device,
+    Tensor.pin_memory: _pin_memory,
+    Tensor.is_pinned: _is_pinned,
+    Tensor.record_stream: _record_stream,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.type: _type,
+    Tensor.shape.__get__: _plain,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__: _plain,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: _plain,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: _plain,  # type: ignore[attr-defined]
+    Tensor.size: _plain,
+    Tensor.dim: _plain,
+    Tensor.item: _plain,
+    Tensor.backward: _plain,
+}
+
+
+# ---- torch.cuda
+
+
+class _Context:
+    """``torch.cuda.device(0)``, ``torch.cuda.stream(s)``: nothing to switch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.idx = self.prev_idx = 0
+
+    def __enter__(self) -> _Context:
+        return self
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+
+def _patch_cuda(held: Patches) -> None:
+    nothing = lambda *a, **k: None  # noqa: E731
+    zero = lambda *a, **k: 0  # noqa: E731
+    stream = Stream(stream_id=0)
+    held.replace(
+        torch.cuda,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        current_device=zero,
+        get_device_name=lambda device=None: "CPU in a GPU's place",
+        get_device_capability=lambda device=None: (8, 0),
+        get_device_properties=lambda device=None: _properties(),
+        is_bf16_supported=lambda including_emulation=True: True,
+        current_stream=lambda device=None: stream,
+        default_stream=lambda device=None: stream,
+        set_stream=nothing,
+        Stream=Stream,
+        Event=Event,
+        StreamContext=_Context,
+        stream=_Context,
+        device=_Context,
+        device_of=_Context,
+        get_rng_state=lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        get_rng_state_all=lambda: [torch.zeros(16, dtype=torch.uint8)],
+        initial_seed=zero,
+        memory_stats=lambda device=None: _zeros(),
+        memory_snapshot=lambda *a, **k: [],
+        mem_get_info=lambda device=None: (80 << 30, 80 << 30),
+        is_current_stream_capturing=lambda: False,
+        memory_summary=lambda *a, **k: "",
+        **dict.fromkeys(_NOTHING, nothing),
+        **dict.fromkeys(_FIGURES, zero),
+    )
+    held.replace(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
+    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+    if accelerator is not None:
+        held.replace(
+            accelerator,
+            is_available=lambda: True,
+            device_count=lambda: 1,
+            current_accelerator=lambda check_available=False: torch.device("cuda"),
+            current_stream=lambda device=None: stream,
+            **dict.fromkeys(("current_device_index", "current_device_idx"), zero),
+            **dict.fromkeys(_FIGURES, zero),
+            **dict.fromkeys(
+                ("synchronize", "empty_cache", "set_stream", "set_device_index", "set_device_idx",
+                 "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+                nothing,
+            ),
+        )  # fmt: skip
+
+
+def _patch_default_device(held: Patches, stand_in: CpuStandIn) -> None:
+    put, get = torch.set_default_device, torch.get_default_device
+
+    def set_default_device(device: Any) -> None:
+        stand_in.default_is_cuda = _is_cuda(device)
+        put(None if stand_in.default_is_cuda else device)
+
+    def get_default_device() -> torch.device:
+        return _CUDA if stand_in.default_is_cuda else get()
+
+    held.replace(
+        torch, set_default_device=set_default_device, get_default_device=get_default_device
+    )
+
+
+_NOTHING = (
+    "init", "_lazy_init", "_lazy_call", "synchronize", "set_device", "empty_cache", "ipc_collect",
+    "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "set_rng_state", "set_rng_state_all", "manual_seed",
+    "manual_seed_all", "seed", "seed_all", "set_per_process_memory_fraction",
+)  # fmt: skip
+_FIGURES = (
+    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    "memory_cached", "max_memory_cached",
+)  # fmt: skip
+
+
+def _zeros() -> dict[str, int]:
+    figures = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
+    kinds = ("current", "peak", "allocated", "freed")
+    return {f"{figure}.all.{kind}": 0 for figure in figures for kind in kinds}
+
+
+def _properties() -> Any:
+    return SimpleNamespace(
+        name="CPU in a GPU's place",
+        major=8,
+        minor=0,
+        total_memory=80 << 30,
+        multi_processor_count=108,
+        max_threads_per_multi_processor=2048,
+        warp_size=32,
+    )
+
+
+# ---- autocast
+
+
+def _patch_autocast(held: Patches, policy: CastPolicy, stack: contextlib.ExitStack) -> None:
+    """The ``cuda`` switch of autocast becomes the CPU's, whose kernels follow CUDA's policy."""
+    dtype = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+    stack.callback(torch.set_autocast_dtype, "cpu", dtype)
+
+    def onto_cpu(name: str) -> None:
+        original = getattr(torch, name)
+
+        def redirected(device_type: str = "cuda", *args: Any) -> Any:
+            if isinstance(device_type, bool):  # set_autocast_enabled(enabled), the old form
+                return original("cpu", device_type)
+            return original("cpu" if _is_cuda(device_type) else device_type, *args)
+
+        held.set(torch, name, redirected)
+
+    for name in (
+        "is_autocast_enabled",
+        "set_autocast_enabled",
+        "get_autocast_dtype",
+        "set_autocast_dtype",
+    ):
+        onto_cpu(name)
+    get, put = torch.get_autocast_dtype, torch.set_autocast_dtype
+    held.replace(
+        torch,
+        get_autocast_gpu_dtype=lambda: get("cuda"),
+        set_autocast_gpu_dtype=lambda value: put("cuda", value),
+    )
+    # torch/amp/autocast_mode.py binds this one to its own name.
+    held.replace(torch.amp.autocast_mode, is_autocast_available=lambda device_type: True)
+    clear = torch.clear_autocast_cache
+
+    def clear_autocast_cache() -> None:
+        policy.clear()
+        clear()
+
+    held.set(torch, "clear_autocast_cache", clear_autocast_cache)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Python's, NumPy's and PyTorch's generators start from ``seed`` and are put back after."""
+    import random
+
+    state, torch_state = random.getstate(), torch.get_rng_state()
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        torch.set_rng_state(torch_state)
