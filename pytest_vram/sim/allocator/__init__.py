@@ -2,7 +2,7 @@
 
 from pytest_vram.sim.allocator.blocks import Block
 from pytest_vram.sim.allocator.caching import CachingAllocator
-from pytest_vram.sim.allocator.config import Config
+from pytest_vram.sim.allocator.config import Config, InvalidConfig
 from pytest_vram.sim.allocator.device import AddressSource, FirstFit
 from pytest_vram.sim.allocator.errors import DeviceOutOfMemory, format_size
 
@@ -13,5 +13,6 @@ __all__ = [
     "Config",
     "DeviceOutOfMemory",
     "FirstFit",
+    "InvalidConfig",
     "format_size",
 ]

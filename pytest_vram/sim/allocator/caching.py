@@ -84,21 +84,26 @@ class CachingAllocator:
         self._deferred: list[Block] = []  # given up during a capture, used on several streams
         self._capture_uses: dict[Block, set[int]] = {}
         self.expandable = Expandable(self)
-        # pytorch/pytorch#183591, in 2.13: free blocks of one size are ordered by the creation of
-        # their segments, no longer by address alone.
-        self._by_creation = version >= (2, 13)
+        # Among free blocks of one size the lowest address comes first up to 2.11; in 2.12 the
+        # one that was made first (pytorch/pytorch#178362); from 2.13 on the one whose segment was
+        # made first, then the lowest address (#183591).
+        self._by_block = version == (2, 12)
+        self._by_segment = version >= (2, 13)
         self._places = 0
         self._allowed: int | None = None
         self._fraction: float | None = None
-        self.configure(conf)
+        self.conf = Config().updated(conf, version)
+        self._initial_max_split = self.conf.max_split_size
+        if self.conf.memory_fraction < 1.0:
+            self.set_memory_fraction(self.conf.memory_fraction)
+        else:
+            self._prepare()
 
     # -- settings ------------------------------------------------------------------------------
 
     def configure(self, conf: str) -> None:
         """Take new settings, as ``torch.cuda.memory._set_allocator_settings`` does."""
-        self.conf = Config.parse(conf, self.version)
-        if self.conf.memory_fraction is not None:
-            self.set_memory_fraction(self.conf.memory_fraction)
+        self.conf = self.conf.updated(conf, self.version)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -123,11 +128,10 @@ class CachingAllocator:
     def set_memory_fraction(self, fraction: float) -> None:
         """Allow the process this part of the device's total memory."""
         self._fraction = fraction
-        self._allowed = int(fraction * self.device.total)
-        if fraction >= 1.0 and self.version >= (2, 9):
-            self._allowed = None  # earlier versions keep a ceiling of all memory
-        if hasattr(self, "_picky"):
-            self._prepare()
+        # Up to 2.8 a fraction of 1 is a ceiling like any other; later it lifts the ceiling.
+        everything = fraction >= 1.0 and self.version >= (2, 9)
+        self._allowed = None if everything else int(fraction * self.device.total)
+        self._prepare()
 
     # -- figures -------------------------------------------------------------------------------
 
@@ -195,6 +199,8 @@ class CachingAllocator:
         if rest >= lane.least_rest and (not self._oversize or self._may_split(lane, taken)):
             address = block.address + taken
             tail = Block(address, rest, lane, block.shift)
+            if self._by_block:
+                self.renumber(block, tail)
             tail.state = FREE
             tail.prev = block
             tail.next = after = block.next
@@ -202,7 +208,7 @@ class CachingAllocator:
                 after.prev = tail
             block.next = tail
             block.size = taken
-            key = (rest << PLACE_BITS) + address + block.shift
+            key = (rest << PLACE_BITS) + address + tail.shift
             insort(keys, key)
             lane.blocks[key] = tail
             if self._ages:
@@ -268,7 +274,7 @@ class CachingAllocator:
         merged = 0
         after = block.next
         if after is not None and after.state == FREE:
-            key = (after.size << PLACE_BITS) + after.address + block.shift
+            key = (after.size << PLACE_BITS) + after.address + after.shift
             del keys[bisect_left(keys, key)], lane.blocks[key]
             after.state = GONE
             whole += after.size
@@ -278,8 +284,10 @@ class CachingAllocator:
                 after.prev = block
         before = block.prev
         if before is not None and before.state == FREE:
-            key = (before.size << PLACE_BITS) + before.address + block.shift
+            key = (before.size << PLACE_BITS) + before.address + before.shift
             del keys[bisect_left(keys, key)], lane.blocks[key]
+            if self._by_block:
+                before.shift = block.address + block.shift - before.address
             block.state = GONE
             whole += before.size
             merged += 1
@@ -380,23 +388,25 @@ class CachingAllocator:
         if self._ages:
             self._collect_garbage()
         segment = self._segment_size(taken)
-        block = self._allocate(lane, taken, segment)
+        block = self._allocate(lane, requested, taken, segment)
         if block is None and lane.pool.owner is None:
             block = self._overflow(lane, taken)
         if block is None and self._release_available(lane, taken):
-            block = self._allocate(lane, taken, segment)
+            block = self._allocate(lane, requested, taken, segment)
         if block is None and not self._captures:
             self._release_cached()
             self.stats.alloc_retries += 1
-            block = self._allocate(lane, taken, segment)
+            block = self._allocate(lane, requested, taken, segment)
         if block is None:
             raise self._out_of_memory(lane, requested, taken, segment)
         return block
 
-    def _allocate(self, lane: Lane, taken: int, segment: int) -> Block | None:
+    def _allocate(self, lane: Lane, requested: int, taken: int, segment: int) -> Block | None:
         """New memory from the device (``alloc_block``), or None."""
         if self._allowed is not None and self.reserved + segment > self._allowed:
             return None
+        if self.conf.reject_early:
+            self._reject(lane, requested, segment)
         owner = lane.pool.owner
         if self.conf.expandable_segments and not (owner is not None and owner.foreign):
             block = self.expandable.allocate(lane, taken)
@@ -419,18 +429,59 @@ class CachingAllocator:
 
     def open_segment(self, lane: Lane, address: int, size: int) -> Block:
         """The one block of a new range of addresses, last in the order of segments."""
-        shift = self._places - address if self._by_creation else 0
-        self._places += size
-        block = self.heads[address] = Block(address, size, lane, shift)
+        block = self.heads[address] = Block(address, size, lane)
+        if self._by_segment:
+            block.shift = self._places - address
+            self._places += size
+        self.number(block)
         return block
+
+    def number(self, block: Block) -> None:
+        """Note that ``block`` was made just now."""
+        if self._by_block:
+            block.shift = self._places - block.address
+            self._places += 1
+
+    def renumber(self, front: Block, rest: Block) -> None:
+        """After a cut: PyTorch makes the front anew and shortens the old block to the rest."""
+        if self._by_block:
+            rest.shift = front.address + front.shift - rest.address
+            self.number(front)
+
+    def absorb(self, before: Block, block: Block) -> Block:
+        """``before`` takes ``block`` in. To PyTorch it is ``block`` that grows, number and all."""
+        if self._by_block:
+            before.shift = block.address + block.shift - before.address
+        return before.join()
 
     def _out_of_memory(
         self, lane: Lane, requested: int, taken: int, segment: int
     ) -> DeviceOutOfMemory:
         self.notify("oom", self.device.free, taken, lane.stream)
         self.stats.ooms += 1
-        private = [pool for owner in self._private.values() for pool in owner.pools]
-        error = DeviceOutOfMemory(
+        error = self._error(requested, segment)
+        for observer in self.out_of_memory_observers:
+            observer(error)
+        return error
+
+    def _reject(self, lane: Lane, requested: int, segment: int) -> None:
+        """throw_on_cudamalloc_oom: fail before the device does, without trying anything else.
+
+        It looks at the fraction in the settings, not at the one that was set by call.
+        """
+        if self.reserved + segment > int(self.conf.memory_fraction * self.device.total):
+            self.stats.oom_rejections += 1
+            raise self._error(requested, segment, rejected=True)
+
+    def _error(self, requested: int, segment: int, *, rejected: bool = False) -> DeviceOutOfMemory:
+        cached = (
+            block.size
+            for owner in self._private.values()
+            for pool in owner.pools
+            for lane in pool.lanes.values()
+            for block in lane.blocks.values()
+        )
+        return DeviceOutOfMemory(
             requested=requested,
             segment=segment,
             allocated=self.allocated,
@@ -439,18 +490,11 @@ class CachingAllocator:
             capacity=self.device.total,
             fraction=self._fraction,
             allowed=self._allowed,
-            in_private_pools=sum(
-                block.size
-                for pool in private
-                for lane in pool.lanes.values()
-                for block in lane.blocks.values()
-            ),
+            in_private_pools=sum(cached),
+            rejected=rejected,
             device=self.index,
             version=self.version,
         )
-        for observer in self.out_of_memory_observers:
-            observer(error)
-        return error
 
     def notify(self, kind: str, address: int, size: int, stream: int) -> None:
         """Tell the listener and the tracer about a segment."""
@@ -706,7 +750,8 @@ class CachingAllocator:
 
     def memory_stats(self) -> dict[str, int]:
         """``torch.cuda.memory_stats()``: PyTorch's flat keys, sorted as it sorts them."""
-        limit = self.conf.max_split_size if self.conf.max_split_size < UNLIMITED else -1
+        # PyTorch notes the limit once, at the start.
+        limit = -1 if self._initial_max_split == UNLIMITED else self._initial_max_split
         stats = dict(self.stats.items(limit))
         for owner in self._private.values():
             stats.update(owner.items())

@@ -20,6 +20,7 @@ class DeviceOutOfMemory(MemoryError):
     ``requested`` is what the caller asked for, ``segment`` what the allocator then asked the
     device for (PyTorch's message names that one). ``allowed`` is the ceiling that a memory
     fraction sets, None without one; ``in_private_pools`` is cached in graph and memory pools.
+    ``rejected``: throw_on_cudamalloc_oom made it fail before the device was asked.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class DeviceOutOfMemory(MemoryError):
         fraction: float | None = None,
         allowed: int | None = None,
         in_private_pools: int = 0,
+        rejected: bool = False,
         device: int = 0,
         version: tuple[int, int] = (2, 14),
     ) -> None:
@@ -46,6 +48,7 @@ class DeviceOutOfMemory(MemoryError):
         self.fraction = fraction
         self.allowed = allowed
         self.in_private_pools = in_private_pools
+        self.rejected = rejected
         self.device = device
         self.version = version
         super().__init__(self.message())
@@ -55,6 +58,12 @@ class DeviceOutOfMemory(MemoryError):
 
         ``process`` stands where PyTorch lists the processes that NVML reports on the card.
         """
+        if self.rejected:
+            return (
+                "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+                "per_process_memory_fraction limit. Requested size: "
+                f"{format_size(self.segment)}"
+            )
         page = (
             "docs.pytorch.org/docs/stable/notes/cuda.html"
             "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"

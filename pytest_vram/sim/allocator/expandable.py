@@ -91,6 +91,7 @@ class Expandable:
             rest = block.cut(size)
             rest.state = UNMAPPED
             lane.unmapped[rest.address] = rest
+            allocator.number(rest)
         block.state = FREE
         before, after = block.prev, block.next
         if after is not None and after.state == FREE:
@@ -98,7 +99,7 @@ class Expandable:
             block = block.join()
         if before is not None and before.state == FREE:
             lane.remove(before)
-            block = before.join()
+            block = allocator.absorb(before, block)
         lane.add(block)
         allocator.reserve(lane, size, 0)
         allocator.notify("segment_map", address, size, lane.stream)
@@ -117,10 +118,13 @@ class Expandable:
         lane.remove(block)
         if begin > block.address:
             middle = block.cut(begin - block.address)
+            allocator.renumber(block, middle)
             lane.add(block)
             block = middle
         if size < block.size:
-            lane.add(block.cut(size))
+            after = block.cut(size)
+            allocator.number(after)
+            lane.add(after)
         block.state = UNMAPPED
         before, after = block.prev, block.next
         if after is not None and after.state == UNMAPPED:
@@ -128,7 +132,7 @@ class Expandable:
             block = block.join()
         if before is not None and before.state == UNMAPPED:
             del lane.unmapped[before.address]
-            block = before.join()
+            block = allocator.absorb(before, block)
         lane.unmapped[block.address] = block
         allocator.device.destroy(size)
         allocator.unreserve(lane, size, 0)
