@@ -61,9 +61,7 @@ def parse_recompute(text: str, layers: int) -> Recompute:
         return Recompute("every", math.ceil(math.sqrt(layers)))
     if kind == "every" and step.isdigit() and int(step) > 0:
         return Recompute("every", int(step))
-    raise PlanError(
-        f"unknown recomputation {text!r}; known: none, selective, full, every:N, sqrt"
-    )
+    raise PlanError(f"unknown recomputation {text!r}; known: none, selective, full, every:N, sqrt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,28 +302,36 @@ class Head:
 
 
 def head_bytes(shape: ModelShape, f: Forward, sharding: Sharding, *, held: bool = True) -> Head:
-    """Logits and cross-entropy.
+    """Logits and cross-entropy, V values a token.
 
-    With c-byte logits of V values a token and a loss in fp32 (transformers upcasts, autocast
-    too): forward holds the logits (c), their fp32 copy (4, none if c = 4) and the log-softmax (4);
-    backward holds the logits if the caller still ``held`` the model's output (c), the log-softmax
-    (4), the gradient that ``nll_loss`` made (4) and the one that ``log_softmax`` makes (4).
+    With ``upcast`` (transformers' causal loss calls ``logits.float()``) forward holds the logits
+    (c), their fp32 copy (4, none if c = 4) and the log-softmax (4); backward holds the logits if
+    the caller still ``held`` the model's output (c), the log-softmax (4), the gradient that
+    ``nll_loss`` makes (4) and the one that ``log_softmax`` makes (4).
+
+    Called directly, ``cross_entropy`` computes log_softmax in c; under autocast ``nll_loss`` then
+    casts it to fp32 (4) and keeps both.
     """
-    tower, c, tokens = shape.tower, f.precision.compute, f.tokens
+    tower, p, tokens = shape.tower, f.precision, f.tokens
+    c = p.compute
     norm = 0
     if shape.final_norm:
-        norm += tokens * tower.hidden * (f.precision.residual + f.precision.compute)
-        if tower.norm == "rmsnorm":
+        norm += tokens * tower.hidden * (p.residual + (0 if f.lora else c))
+        if tower.norm == "rmsnorm" and not f.lora:
             norm += tokens * tower.hidden * 4
     if shape.head_transform:
-        norm += tokens * tower.hidden * (3 * c + f.precision.residual)
-    if shape.head == "classes":
-        tokens = f.batch
-    values = tokens * shape.logits
+        norm += tokens * tower.hidden * (3 * c + p.residual)
+    values = (tokens if shape.head == "lm" else f.batch) * shape.logits
     norm = int(sharding.share(Saved("final norm", norm)))
-    cut = sharding.share
-    logits = int(cut(Saved("logits", values * c, cut=True)))
-    fp32 = int(cut(Saved("logits in fp32", values * 4, cut=True)))
-    upcast = fp32 if c != 4 else 0
-    held_size = logits if held else 0
-    return Head(norm, norm + logits + upcast + fp32, norm + held_size + 3 * fp32)
+    held_bytes = c if held else 0
+    if shape.upcast or c == 4:
+        forward, backward = c + (4 if c != 4 else 0) + 4, held_bytes + 4 + 4 + 4
+    elif p.cache:
+        forward, backward = c + c + 4, held_bytes + c + 4 + 4
+    else:
+        forward, backward = c + c, held_bytes + c + c + c
+
+    def share(size: int) -> int:
+        return int(sharding.share(Saved("logits", values * size, cut=True)))
+
+    return Head(norm, norm + share(forward), norm + share(backward))

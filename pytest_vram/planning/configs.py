@@ -297,6 +297,7 @@ def _bert(f: _Fields) -> ModelShape:
         final_norm=False,
         embedding_norm=True,
         head_transform=masked,
+        upcast=False,
         head_bias=masked or head["head"] == "classes",
         others=tuple(others),
     )
@@ -317,6 +318,7 @@ def _distilbert(f: _Fields) -> ModelShape:
         final_norm=False,
         embedding_norm=True,
         head_transform=shape.head == "lm",
+        upcast=False,
         head_bias=shape.head != "none",
         others=tuple(others),
     )
@@ -352,6 +354,7 @@ def _t5(f: _Fields) -> ModelShape:
         vocab=f.need("vocab_size"),
         head_bias=head["head"] == "classes",
         others=tuple(others),
+        upcast=False,
         attention="explicit",
         **head,
     )
@@ -394,6 +397,7 @@ def _vit(f: _Fields) -> ModelShape:
         (tower,),
         others=tuple(others),
         head_bias=head["head"] == "classes",
+        upcast=False,
         tokens_per_sample=tokens,
         pixels_per_sample=channels * size * size,
         **head,
@@ -457,7 +461,9 @@ def from_config(config: Config, where: str = "config") -> ModelShape:
         raise PlanError(f"{where}: field 'model_type' is missing; is this a transformers config?")
     if kind not in FAMILIES:
         near = difflib.get_close_matches(str(kind), FAMILIES, n=2)
-        ask = f"the nearest known are {', '.join(near)}" if near else "known: " + ", ".join(FAMILIES)
+        ask = (
+            f"the nearest known are {', '.join(near)}" if near else "known: " + ", ".join(FAMILIES)
+        )
         raise PlanError(
             f"{where}: model_type {kind!r} is not known to the planner ({ask}); "
             "give its sizes with --layers, --hidden, --heads and --vocab"

@@ -8,7 +8,7 @@ largest *moment*, not the sum. Both are given: :attr:`Plan.textbook` and :attr:`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -79,7 +79,9 @@ class Parallel:
         """Refuse what cannot be cut."""
         for tower in shape.towers:
             if tower.heads % self.tensor:
-                raise PlanError(f"{tower.heads} heads do not divide over {self.tensor} tensor ranks")
+                raise PlanError(
+                    f"{tower.heads} heads do not divide over {self.tensor} tensor ranks"
+                )
             if tower.ffn % self.tensor:
                 raise PlanError(f"ffn {tower.ffn} does not divide over {self.tensor} tensor ranks")
             if tower.experts % self.expert:
@@ -411,9 +413,7 @@ class _Flow:
     def of(cls, rank: _Rank) -> _Flow:
         setup = rank.setup
         forward = _forward(setup)
-        cut = Sharding(
-            setup.parallel.tensor, setup.parallel.sequence, setup.parallel.context
-        )
+        cut = Sharding(setup.parallel.tensor, setup.parallel.sequence, setup.parallel.context)
         flight = min(setup.parallel.pipeline - rank.stage, setup.accumulation)
         kept = rerun = working = 0
         for tower in setup.shape.towers:
@@ -551,8 +551,6 @@ FRAGMENTATION = (0.013, 0.05, 0.13)
 
 
 def _with_assumptions(plan: Plan) -> Plan:
-    from dataclasses import replace
-
     setup, peak = plan.setup, plan.peak
     activations = plan.peak_moment.bills["activations"]
     items = [
@@ -630,8 +628,6 @@ def offload_traffic(plan: Plan) -> Traffic:
     if "parameters" in setup.offload.what:
         up += 2 * setup.accumulation * rank.size(rank.base, rank.base_element)
     if "activations" in setup.offload.what:
-        from dataclasses import replace
-
         bare = replace(setup, offload=replace(setup.offload, what=frozenset()))
         moved = setup.accumulation * _Flow.of(_Rank(bare, 0)).kept
         down, up = down + moved, up + moved

@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Role = Literal["embedding", "position", "norm", "matrix", "bias", "router", "expert", "head", "other"]
+Role = Literal[
+    "embedding", "position", "norm", "matrix", "bias", "router", "expert", "head", "other"
+]
 Cut = Literal["", "columns", "rows"]
 Activation = Literal["gelu", "gelu_new", "silu", "relu"]
 
@@ -133,10 +135,9 @@ class Tower:
 
     def _attention(self, name: str, count: int) -> Iterator[Weight]:
         wide = self.query + 2 * self.kv
+        parts = {"q": self.query, "k": self.kv, "v": self.kv}
         if self.fused_qkv:
             parts = {"qkv": wide}
-        else:
-            parts = {"q": self.query, "k": self.kv, "v": self.kv}
         for part, out in parts.items():
             yield Weight(f"{name}.{part}", (out, self.hidden), "matrix", count, "columns")
             if self.qkv_bias:
@@ -206,7 +207,9 @@ class ModelShape:
     others: tuple[Weight, ...] = ()
     tokens_per_sample: int = 0  #: fixed sequence (ViT); 0: as asked
     pixels_per_sample: int = 0
+    upcast: bool = True  #: the loss casts the logits to fp32 first, as transformers' causal loss
     attention: Literal["", "explicit"] = ""  #: "explicit" where the library has nothing else
+    counted: tuple[Weight, ...] = ()  #: a live module's own tensors; they replace the formula's
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -237,6 +240,9 @@ class ModelShape:
 
     def weights(self) -> Iterator[Weight]:
         """Every parameter tensor of the model, each physical tensor once."""
+        if self.counted:
+            yield from self.counted
+            return
         width = self.embedding_width or self.hidden
         if self.vocab:
             yield Weight("embedding", (self.vocab, width), "embedding", 1, "columns")
@@ -288,7 +294,7 @@ class ModelShape:
         towers = tuple(
             tower.scaled(count) for tower, count in zip(self.towers, counts, strict=True)
         )
-        return replace(self, towers=towers)
+        return replace(self, towers=towers, counted=())
 
 
 def decoder(
