@@ -255,3 +255,827 @@ def reductions_strided() -> None:
             x.amax(0), x.max(), x.argmin(1)
     x = t(2048, 768, dtype=torch.complex64, grad=False)
     x.sum(), x.sum(0), x.mean(1), torch.linalg.vector_norm(x), x.var(0), x.norm()
+
+
+@workload
+def norms() -> None:
+    for dtype in (f32, f16, bf16, f64):
+        for rows, wide in (
+            (2048, 768),
+            (7, 33),
+            (16384, 1024),
+            (5, 4096),
+            (100, 1),
+            (0, 8),
+            (300, 5000),
+        ):
+            for affine in (True, False):
+                back(
+                    nn.LayerNorm(wide, elementwise_affine=affine, device=D, dtype=dtype)(
+                        t(rows, wide, dtype=dtype)
+                    )
+                )
+                back(
+                    nn.RMSNorm(wide, elementwise_affine=affine, device=D, dtype=dtype)(
+                        t(rows, wide, dtype=dtype)
+                    )
+                )
+        back(nn.LayerNorm((4, 33), device=D, dtype=dtype)(t(6, 5, 4, 33, dtype=dtype)))
+        back(nn.LayerNorm(64, device=D, dtype=dtype)(t(64, 6, dtype=dtype).T))
+        back(nn.LayerNorm(64, bias=False, device=D, dtype=dtype)(t(6, 64, dtype=dtype)))
+        back(nn.LayerNorm(64, device=D, dtype=dtype)(t(6, 64, dtype=dtype, grad=False)))
+        back(nn.RMSNorm(64, device=D, dtype=dtype)(t(6, 9, 64, dtype=dtype).transpose(0, 1)))
+        for shape in (
+            (2, 64, 56, 56),
+            (3, 32, 7, 5),
+            (4, 64, 1),
+            (8, 320, 16, 16),
+            (2, 8, 4, 4, 4),
+        ):
+            for groups in (1, 8):
+                back(nn.GroupNorm(groups, shape[1], device=D, dtype=dtype)(t(*shape, dtype=dtype)))
+                back(
+                    nn.GroupNorm(groups, shape[1], affine=False, device=D, dtype=dtype)(
+                        t(*shape, dtype=dtype)
+                    )
+                )
+        back(
+            nn.GroupNorm(4, 64, device=D, dtype=dtype)(
+                t(2, 64, 8, 8, dtype=dtype).to(memory_format=torch.channels_last)
+            )
+        )
+        back(
+            F.normalize(t(40, 50, dtype=dtype)),
+            F.local_response_norm(t(2, 8, 6, 6, dtype=dtype), 3),
+        )
+        back(
+            torch.renorm(t(40, 50, dtype=dtype), 2, 0, 1.0),
+            nn.utils.parametrizations.weight_norm(nn.Linear(40, 30, device=D, dtype=dtype))(
+                t(5, 40, dtype=dtype)
+            ),
+        )
+    with torch.autocast(D, dtype=bf16):
+        back(
+            nn.LayerNorm(64, device=D)(t(6, 64, dtype=bf16)),
+            nn.RMSNorm(64, device=D)(t(6, 64, dtype=bf16)),
+        )
+
+
+@workload
+def losses() -> None:
+    for dtype in (f32, f16, bf16, f64):
+        for rows, classes in ((2048, 50257), (256, 10), (7, 1000), (1, 5), (513, 2000)):
+            y = torch.zeros(rows, dtype=torch.long, device=D)
+            x = t(rows, classes, dtype=dtype)
+            for reduction in ("mean", "none", "sum"):
+                back(F.cross_entropy(x, y, reduction=reduction))
+            back(
+                F.cross_entropy(x, y, label_smoothing=0.1),
+                F.cross_entropy(x, y, weight=t(classes, dtype=dtype, grad=False)),
+            )
+            back(F.softmax(x, -1), F.log_softmax(x, -1), F.softmax(x, 0), F.log_softmax(x, 0))
+            back(F.softmax(x, -1, dtype=f32), F.log_softmax(x, -1, dtype=f32))
+            back(F.cross_entropy(x, torch.softmax(x.detach(), -1)))
+        x = t(16, 20, 30, dtype=dtype)
+        back(
+            F.softmax(x, 1),
+            F.softmax(x.transpose(1, 2), -1),
+            F.log_softmax(x.transpose(0, 1), 1),
+            F.softmax(x[:, ::2], -1),
+        )
+        back(F.cross_entropy(t(4, 19, 32, 32, dtype=dtype), t(4, 32, 32, dtype=torch.int64)))
+        back(
+            F.cross_entropy(
+                t(4, 19, 32, 32, dtype=dtype), t(4, 32, 32, dtype=torch.int64), reduction="none"
+            )
+        )
+        back(
+            F.cross_entropy(
+                t(4, 19, 32, 32, dtype=dtype),
+                t(4, 32, 32, dtype=torch.int64),
+                weight=t(19, dtype=dtype, grad=False),
+            )
+        )
+        for a, b in (
+            (t(40, 50, dtype=dtype), t(40, 50, dtype=dtype)),
+            (t(2048, 300, dtype=dtype), t(2048, 300, dtype=dtype, grad=False)),
+            (t(50, 40, dtype=dtype).T, t(40, 50, dtype=dtype)),
+        ):
+            for reduction in ("mean", "sum", "none"):
+                for loss in (
+                    F.mse_loss,
+                    F.l1_loss,
+                    F.smooth_l1_loss,
+                    F.huber_loss,
+                    F.kl_div,
+                    F.binary_cross_entropy_with_logits,
+                ):
+                    back(loss(a, b, reduction=reduction))
+                back(F.binary_cross_entropy(torch.sigmoid(a), b.detach(), reduction=reduction))
+                back(
+                    F.soft_margin_loss(a, b.detach(), reduction=reduction),
+                    F.poisson_nll_loss(a, b.detach(), reduction=reduction),
+                )
+                back(F.kl_div(a, b, reduction=reduction, log_target=True))
+                back(F.hinge_embedding_loss(a, b.detach(), reduction=reduction))
+                back(
+                    F.binary_cross_entropy_with_logits(
+                        a,
+                        b.detach(),
+                        weight=b.detach(),
+                        pos_weight=torch.ones_like(b),
+                        reduction=reduction,
+                    )
+                )
+                back(
+                    F.binary_cross_entropy(
+                        torch.sigmoid(a), b.detach(), weight=b.detach(), reduction=reduction
+                    )
+                )
+        a, b = t(40, 50, dtype=dtype), t(40, 50, dtype=dtype)
+        y = torch.zeros(40, dtype=torch.long, device=D)
+        back(
+            F.cosine_similarity(a, b),
+            F.cosine_embedding_loss(a, b, t(40, dtype=dtype, grad=False)),
+            F.triplet_margin_loss(a, b, t(40, 50, dtype=dtype)),
+        )
+        back(
+            F.margin_ranking_loss(
+                t(40, dtype=dtype), t(40, dtype=dtype), t(40, dtype=dtype, grad=False)
+            ),
+            F.pairwise_distance(a, b),
+        )
+        if dtype in (f32, f64):
+            back(
+                F.multi_margin_loss(a, y),
+                F.multilabel_margin_loss(a, torch.zeros(40, 50, dtype=torch.long, device=D)),
+            )
+            back(
+                F.multilabel_soft_margin_loss(a, b.detach()),
+                torch.cdist(t(3, 40, 50, dtype=dtype), t(3, 60, 50, dtype=dtype)),
+                torch.cdist(a, b),
+                torch.pdist(a),
+            )
+            back(torch.cdist(t(3, 10, 50, dtype=dtype), t(3, 20, 50, dtype=dtype), p=1.0))
+        back(F.nll_loss(a, y), F.nll_loss(a, y, reduction="none"), F.nll_loss(a, y, ignore_index=0))
+    with torch.autocast(D, dtype=bf16):
+        x, y = t(2048, 5000, dtype=bf16), torch.zeros(2048, dtype=torch.long, device=D)
+        back(F.cross_entropy(x, y), F.cross_entropy(x.float(), y))
+    with torch.autocast(D, dtype=f16):
+        back(
+            F.cross_entropy(t(2048, 5000, dtype=f16), torch.zeros(2048, dtype=torch.long, device=D))
+        )
+
+
+@workload
+def embeddings() -> None:
+    for dtype in (f32, f16, bf16, f64):
+        for vocabulary, wide in ((50257, 768), (100, 33), (5, 1)):
+            for n in (1, 1024, 3072, 3073, 4096, 16384, 20000, 100001):
+                for index in (torch.int64, torch.int32):
+                    e = nn.Embedding(vocabulary, wide, device=D, dtype=dtype)
+                    back(e(torch.zeros(n, dtype=index, device=D)))
+                    e = nn.Embedding(vocabulary, wide, padding_idx=1, device=D, dtype=dtype)
+                    back(e(torch.zeros(n, dtype=index, device=D)))
+            e = nn.Embedding(vocabulary, wide, scale_grad_by_freq=True, device=D, dtype=dtype)
+            back(
+                e(torch.zeros(10, 500, dtype=torch.long, device=D)),
+                e(torch.zeros(10, dtype=torch.long, device=D)),
+            )
+            e = nn.Embedding(vocabulary, wide, device=D, dtype=dtype)
+            back(
+                e(torch.zeros(512, 8, dtype=torch.long, device=D)),
+                e(torch.zeros(512, 8, dtype=torch.long, device=D).T),
+            )
+            for mode in ("sum", "mean", "max") if dtype in (f32, f64) else ("sum", "mean"):
+                e = nn.EmbeddingBag(vocabulary, wide, mode=mode, device=D, dtype=dtype)
+                for n in (100, 5000, 30000):
+                    back(
+                        e(
+                            torch.zeros(n, dtype=torch.long, device=D),
+                            torch.zeros(50, dtype=torch.long, device=D),
+                        )
+                    )
+                    back(e(torch.zeros(n // 50, 50, dtype=torch.long, device=D)))
+            e = nn.EmbeddingBag(
+                vocabulary, wide, mode="sum", include_last_offset=True, device=D, dtype=dtype
+            )
+            i = torch.zeros(5000, dtype=torch.long, device=D)
+            back(
+                e(
+                    i,
+                    torch.zeros(51, dtype=torch.long, device=D),
+                    per_sample_weights=t(5000, dtype=dtype),
+                )
+            )
+
+
+@workload
+def elementwise() -> None:
+    for dtype in (f32, f16, bf16):
+        for x in (
+            t(64, 128, dtype=dtype),
+            t(128, 64, dtype=dtype).T,
+            t(64, 256, dtype=dtype)[:, ::2],
+        ):
+            for f in (
+                F.gelu,
+                F.silu,
+                F.relu,
+                F.elu,
+                F.selu,
+                F.leaky_relu,
+                F.hardswish,
+                F.hardsigmoid,
+                F.mish,
+                F.softplus,
+                F.logsigmoid,
+                torch.sigmoid,
+                torch.tanh,
+                torch.exp,
+                torch.sqrt,
+                torch.rsqrt,
+                torch.abs,
+                torch.sin,
+                torch.cos,
+                torch.erf,
+                torch.log,
+                torch.log1p,
+                torch.reciprocal,
+                F.hardtanh,
+                F.softshrink,
+                F.hardshrink,
+                F.tanhshrink,
+                F.softsign,
+                F.relu6,
+                F.celu,
+                torch.neg,
+                torch.square,
+                torch.sign,
+                torch.round,
+                torch.nan_to_num,
+                torch.logit,
+            ):
+                back(f(x))
+            back(
+                F.gelu(x, approximate="tanh"),
+                F.glu(x),
+                F.prelu(x, t(1, dtype=dtype)),
+                F.prelu(x, t(128, dtype=dtype)),
+                F.rrelu(x, training=True),
+            )
+            y = t(64, 128, dtype=dtype)
+            for g in (
+                torch.add,
+                torch.sub,
+                torch.mul,
+                torch.div,
+                torch.maximum,
+                torch.minimum,
+                torch.pow,
+                torch.atan2,
+                torch.fmod,
+                torch.lerp,
+            ):
+                back(g(x, y, 0.3) if g is torch.lerp else g(x, y))
+            back(
+                x + 1,
+                x * 2.0,
+                3 - x,
+                x / 2,
+                x**2,
+                x**0.5,
+                2**x,
+                x + t(128, dtype=dtype),
+                x * t(64, 1, dtype=dtype),
+                x + t(dtype=dtype),
+            )
+            back(
+                x + torch.tensor(2.0),
+                torch.addcmul(x, y, y),
+                torch.addcdiv(x, y, y),
+                torch.clamp(x, 0, 1),
+                torch.clamp(x, min=y),
+                torch.where(x > 0, x, y),
+                torch.where(x > 0, x, 0.0),
+            )
+            back(
+                x + t(64, 128, dtype=f32),
+                x * t(64, 128, dtype=bf16),
+                x + t(64, 128, dtype=torch.int64),
+                torch.where(x > 0, x, t(64, 128, dtype=f64)),
+            )
+            with torch.no_grad():
+                z = t(64, 128, dtype=dtype)
+                (
+                    z.add_(x),
+                    z.mul_(t(64, 128, dtype=f32)),
+                    z.clamp_(0),
+                    z.copy_(x),
+                    z.copy_(t(64, 128, dtype=f32)),
+                    z.fill_(1.0),
+                    z.zero_(),
+                    z.addcmul_(x, y),
+                    z.addcdiv_(x, y),
+                    z.lerp_(x, 0.1),
+                    z.sqrt_(),
+                    z.div_(2),
+                    z.neg_(),
+                    z.masked_fill_(x > 0, 1.0),
+                )
+                (
+                    x > 0,
+                    x == y,
+                    x.isnan(),
+                    x.isfinite(),
+                    (x > 0) & (y > 0),
+                    ~(x > 0),
+                    torch.isclose(x, y),
+                    torch.allclose(x, y),
+                    torch.equal(x, y),
+                    x.logical_not(),
+                )
+                (
+                    (x > 0).float(),
+                    (x > 0).sum(),
+                    x.eq(1).any(),
+                    torch.bitwise_and(x.int(), 3),
+                    x.long() % 3,
+                    x.int() // 2,
+                    x.floor_divide(2),
+                    x.remainder(3),
+                )
+                (
+                    x.to(f64),
+                    x.float(),
+                    x.half(),
+                    x.clone(),
+                    x.contiguous(),
+                    x.T.contiguous(),
+                    x.clone(memory_format=torch.contiguous_format),
+                    torch.zeros_like(x),
+                    torch.ones_like(x),
+                    torch.rand_like(x),
+                    torch.randn_like(x),
+                    torch.full_like(x, 2),
+                    torch.empty_like(x),
+                )
+            for p in (0.1, 0.5, 1.0):
+                back(
+                    F.dropout(x, p),
+                    F.dropout1d(t(4, 6, 8, dtype=dtype), p),
+                    F.dropout2d(t(4, 6, 8, 8, dtype=dtype), p),
+                    F.alpha_dropout(x, p),
+                    F.feature_alpha_dropout(t(4, 6, 8, dtype=dtype), p),
+                )
+            back(F.dropout(x, 0.1, training=False), F.dropout(t(0, 3, dtype=dtype), 0.1))
+    x = t(40, 50, dtype=torch.complex64)  # most complex kernels are compiled at run time
+    back(torch.view_as_real(x), x.conj().resolve_conj(), x.real, x.imag)
+    back(torch.view_as_real(torch.view_as_complex(t(4, 6, 2))))
+
+
+@workload
+def factories() -> None:
+    for dtype in (f32, f16, torch.int64, torch.bool):
+        k = {"dtype": dtype, "device": D}
+        (
+            torch.zeros(3, 5, **k),
+            torch.ones(3, 5, **k),
+            torch.empty(3, 5, **k),
+            torch.full((3, 5), 1, **k),
+            torch.eye(5, 7, **k),
+            torch.eye(9, **k),
+        )
+        (
+            torch.empty_strided((3, 5), (1, 3), **k),
+            torch.tensor([1, 2, 3], **k),
+            torch.tensor(5, **k),
+            torch.as_tensor([0.5], **k),
+            torch.scalar_tensor(3, **k),
+        )
+        if dtype != torch.bool:
+            (
+                torch.arange(1000, **k),
+                torch.arange(0, 10, 3, **k),
+                torch.linspace(0, 1, 77, **k),
+                torch.logspace(0, 1, 77, **k),
+                torch.range(0, 9, **k),
+            )
+            (
+                torch.tril(t(7, 9, dtype=dtype, grad=False)),
+                torch.triu(t(7, 9, dtype=dtype, grad=False), 1),
+                t(7, 9, dtype=dtype, grad=False).tril_(),
+                torch.tril_indices(7, 9, device=D),
+                torch.triu_indices(7, 9, device=D),
+                t(9, 7, dtype=dtype, grad=False).T.tril(),
+            )
+            (
+                torch.diag(t(9, dtype=dtype, grad=False)),
+                torch.diag(t(9, 9, dtype=dtype, grad=False)),
+                torch.diag_embed(t(4, 9, dtype=dtype, grad=False)),
+                torch.vander(t(9, dtype=dtype, grad=False)),
+                torch.trace(t(9, 9, dtype=dtype, grad=False)),
+            )
+            (
+                torch.meshgrid(
+                    t(4, dtype=dtype, grad=False), t(5, dtype=dtype, grad=False), indexing="ij"
+                ),
+                torch.cartesian_prod(t(4, dtype=dtype, grad=False), t(5, dtype=dtype, grad=False)),
+                torch.cross(
+                    t(4, 3, dtype=dtype, grad=False), t(4, 3, dtype=dtype, grad=False), dim=1
+                ),
+            )
+    (
+        torch.randn(3, 5, device=D),
+        torch.rand(3, 5, device=D),
+        torch.randint(0, 9, (3, 5), device=D),
+        torch.normal(0.0, 1.0, (3, 5), device=D),
+        torch.normal(t(3, 5, grad=False), t(3, 5, grad=False)),
+    )
+    for n in (0, 1, 10, 1000, 30000, 200000, 3000000):
+        (
+            torch.randperm(n, device=D),
+            torch.randperm(n, device=D, dtype=torch.int32),
+            torch.randperm(n, device=D, dtype=torch.int16) if n <= 30000 else None,
+        )
+    x = t(40, 50, grad=False)
+    (
+        x.normal_(),
+        x.uniform_(),
+        x.bernoulli_(0.3),
+        x.exponential_(),
+        x.random_(),
+        x.cauchy_(),
+        x.geometric_(0.5),
+        x.log_normal_(),
+        torch.bernoulli(x),
+        torch.bernoulli(x, 0.5),
+        torch.poisson(x),
+        torch.bernoulli(t(40, 50, dtype=f16, grad=False)),
+    )
+    (
+        nn.init.trunc_normal_(x),
+        nn.init.kaiming_uniform_(x),
+        nn.init.xavier_normal_(x),
+        nn.init.eye_(x),
+        nn.init.constant_(x, 2.0),
+    )
+    (
+        torch.hann_window(400, device=D),
+        torch.hamming_window(400, device=D),
+        torch.bartlett_window(9, device=D),
+        torch.blackman_window(9, device=D),
+    )
+    (
+        nn.init.normal_(t(40, 50, dtype=f16, grad=False)),
+        nn.init.uniform_(t(50, 40, grad=False).T),
+        nn.init.normal_(t(40, 100, grad=False)[:, ::2]),
+    )
+    for shape in ((5, 10), (10,), (3, 50000), (1, 2000000)):
+        for dtype in (f32, f16, f64):
+            p = t(*shape, dtype=dtype, grad=False)
+            for n in (1, 5):
+                torch.multinomial(p, n) if n == 1 else torch.multinomial(p, n, replacement=True)
+            torch.multinomial(p, 3)
+
+
+@workload
+def shapes() -> None:
+    for dtype in (f32, f16, torch.int64):
+        x, y = t(40, 50, dtype=dtype), t(40, 50, dtype=dtype)
+        back(
+            torch.cat([x, y]),
+            torch.cat([x, y], 1),
+            torch.stack([x, y]),
+            torch.stack([x, y], -1),
+            torch.cat([x.T, y.T]),
+            torch.cat([x, y[:, ::2]], 1),
+            torch.hstack([x, y]),
+            torch.vstack([x, y]),
+            torch.dstack([x, y]),
+            torch.column_stack([x, y]),
+        )
+        for n in (1, 2, 16, 17, 128, 129, 300):
+            many = [t(7, 9, dtype=dtype) for _ in range(n)]
+            back(
+                torch.cat(many),
+                torch.cat(many, 1),
+                torch.stack(many),
+                torch.cat([m.T for m in many]),
+                torch.cat([m[:, None] for m in many], 1),
+                torch.cat([m[..., None, None] for m in many]),
+            )
+        back(
+            torch.cat([x, t(0, dtype=dtype), y]),
+            torch.cat([t(3, 40, 50, dtype=dtype), t(3, 1, 50, dtype=dtype).expand(3, 40, 50)], 1),
+        )
+        back(
+            torch.cat(
+                [
+                    t(2, 3, 8, 8, dtype=dtype).to(memory_format=torch.channels_last),
+                    t(2, 5, 8, 8, dtype=dtype).to(memory_format=torch.channels_last),
+                ],
+                1,
+            )
+        )
+        back(
+            torch.cat([t(7, dtype=dtype), t(7, dtype=f32)]),
+            torch.cat([t(7, dtype=dtype), t(7, dtype=f64)]),
+        )
+        back(
+            x.repeat(2, 3),
+            x.tile(2, 2),
+            x.repeat_interleave(3),
+            x.repeat_interleave(3, 0),
+            x.expand(3, 40, 50).reshape(120, 50),
+            x.T.reshape(-1),
+            x.roll(3),
+            x.roll(3, 0),
+            x.roll((1, 2), (0, 1)),
+            x.flip(0),
+            x.flip((0, 1)),
+            x.rot90(),
+            x.unfold(0, 4, 2).clone(),
+            x.T.flip(0),
+            x.T.roll(1, 0),
+        )
+        back(
+            *x.split(7),
+            *x.chunk(3, 1),
+            x[3],
+            x[:, 2:5],
+            x.select(1, 2),
+            x.narrow(0, 2, 3),
+            x.diagonal(),
+            *x.unbind()[:2],
+            x.movedim(0, 1),
+            x.unsqueeze(0),
+            torch.atleast_3d(x),
+            x.permute(1, 0).contiguous(),
+            x.as_strided((5, 5), (3, 2)),
+        )
+        back(F.pad(x, (1, 2)), F.pad(x, (1, 2, 3, 4), value=2), F.pad(x, (-1, 2)), F.pad(x, (0, 0)))
+        if dtype != torch.int64:
+            for mode in ("reflect", "replicate", "circular"):
+                back(
+                    F.pad(t(2, 3, 9, dtype=dtype), (2, 3), mode=mode),
+                    F.pad(t(2, 3, 9, 9, dtype=dtype), (2, 3, 1, 2), mode=mode),
+                    F.pad(t(2, 3, 9, 9, 9, dtype=dtype), (2, 3, 1, 2, 1, 1), mode=mode),
+                )
+            img = t(2, 12, 16, 16, dtype=dtype)
+            back(
+                F.pixel_shuffle(img, 2),
+                F.pixel_unshuffle(img, 2),
+                F.channel_shuffle(img, 3),
+                F.unfold(img, 3),
+                F.fold(t(2, 27, 100, dtype=dtype), (12, 12), 3),
+            )
+        with torch.no_grad():
+            z = t(40, 50, dtype=dtype)
+            z[3] = x[2]
+            z[:, 1:3] = 1
+            (
+                z.T.copy_(t(50, 40, dtype=dtype)),
+                z.copy_(t(50, 40, dtype=dtype).T),
+                z[::2].copy_(x[1::2]),
+                z.copy_(t(50, dtype=dtype)),
+                z[:, ::2].copy_(t(40, 25, dtype=dtype)),
+            )
+            z.set_(t(3, dtype=dtype).untyped_storage()) if dtype == f32 else None
+            torch.cat([x, y], out=t(80, 50, dtype=dtype, grad=False))
+            (
+                t(3, 4, 5, 6, dtype=dtype).to(memory_format=torch.channels_last),
+                t(3, 4, 5, 6, dtype=dtype).contiguous(memory_format=torch.channels_last),
+                t(3, 4, 5, 6, dtype=dtype).to(memory_format=torch.channels_last).contiguous(),
+            )
+            (
+                torch.block_diag(x, y),
+                torch.combinations(t(9, dtype=dtype)),
+                torch.tensordot(
+                    t(3, 4, 5, grad=False), t(4, 3, 6, grad=False), dims=([1, 0], [0, 1])
+                ),
+                t(5, dtype=dtype, grad=False).resize_(100),
+            )
+
+
+@workload
+def host_copies() -> None:
+    for dtype in (f32, f16, torch.int64):
+        for shape in ((), (5,), (1000, 300)):
+            host = torch.zeros(shape, dtype=dtype)
+            (
+                host.to(D),
+                host.pin_memory().to(D, non_blocking=True),
+                host.to(D, non_blocking=True),
+                host.to(D, f16),
+                host.to(D, f64),
+                host.cuda(),
+            )
+            device = torch.zeros(shape, dtype=dtype, device=D)
+            (
+                device.cpu(),
+                device.to("cpu", non_blocking=True),
+                device.to("cpu", f64),
+                device.copy_(host),
+                host.copy_(device),
+                device.copy_(host.double()),
+                host.copy_(device.double()),
+                device.double().copy_(host),
+            )
+            if len(shape) == 2:
+                (
+                    host.T.to(D),
+                    host[:, ::2].to(D),
+                    device.T.cpu(),
+                    device[:, ::2].cpu(),
+                    device[:, ::2].copy_(host[:, ::2]),
+                    device.T.copy_(torch.zeros(300, 1000, dtype=dtype)),
+                    host[:, ::2].copy_(device[:, ::2]),
+                    device[:, 0].copy_(host[:, 0]),
+                    host.copy_(device.T.contiguous().T),
+                    device[:500].copy_(host[:500]),
+                )
+                host[:, ::2].pin_memory().to(D, non_blocking=True), device[:, ::2].to("cpu", f64)
+            if shape == ():
+                device.item(), bool(device)
+    (
+        torch.tensor([1.0, 2.0], device=D),
+        torch.tensor([[1, 2], [3, 4]], device=D),
+        t(3, 4, grad=False).tolist(),
+        t(3, 4, grad=False) + torch.tensor(1.0),
+        torch.zeros(3, dtype=torch.complex64).to(D),
+    )
+
+
+@workload
+def optimizers() -> None:
+    sizes = [(1024, 1024), (7, 5), (300,), (1,), (70000,), (), (64, 3, 7, 7), (0, 3)]
+    for dtype in (f32, bf16):
+        for make in (
+            lambda p: torch.optim.SGD(p, 0.1),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=False, weight_decay=0.1),
+            lambda p: torch.optim.SGD(p, 0.1, maximize=True),
+            lambda p: torch.optim.AdamW(p),
+            lambda p: torch.optim.AdamW(p, amsgrad=True),
+            lambda p: torch.optim.AdamW(p, fused=True),
+            lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True),
+            lambda p: torch.optim.AdamW(p, capturable=True),
+            lambda p: torch.optim.AdamW(p, foreach=False),
+            lambda p: torch.optim.AdamW(p, foreach=False, capturable=True),
+            lambda p: torch.optim.Adam(p, weight_decay=0.1),
+            lambda p: torch.optim.Adam(p, maximize=True),
+            lambda p: torch.optim.Adam(p, fused=True),
+            lambda p: torch.optim.RMSprop(p),
+            lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
+            lambda p: torch.optim.Adagrad(p),
+            lambda p: torch.optim.Adagrad(p, foreach=False),
+            lambda p: torch.optim.Adadelta(p),
+            lambda p: torch.optim.Adadelta(p, capturable=True),
+            lambda p: torch.optim.Adamax(p),
+            lambda p: torch.optim.Adamax(p, capturable=True),
+            lambda p: torch.optim.NAdam(p),
+            lambda p: torch.optim.NAdam(p, capturable=True),
+            lambda p: torch.optim.RAdam(p),
+            lambda p: torch.optim.RAdam(p, capturable=True),
+            lambda p: torch.optim.ASGD(p),
+            lambda p: torch.optim.ASGD(p, capturable=True),
+            lambda p: torch.optim.Rprop(p),
+            lambda p: torch.optim.Rprop(p, capturable=True),
+            lambda p: torch.optim.Adafactor(p[:6]),
+            lambda p: torch.optim.Adafactor(p[:6], foreach=False),
+        ):
+            parameters = [nn.Parameter(t(*s, dtype=dtype)) for s in sizes]
+            optimizer = make(parameters)
+            for _ in range(2):
+                for p in parameters:
+                    p.grad = torch.zeros_like(p)
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        parameters = [nn.Parameter(t(64, 32, dtype=dtype)), nn.Parameter(t(32, 128, dtype=dtype))]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        torch.optim.Muon(parameters).step()
+        parameters = [nn.Parameter(t(*s, dtype=dtype)) for s in sizes]
+        for norm in (1.0, 2.0, float("inf"), 3.0):
+            for foreach in (True, False, None):
+                for p in parameters:
+                    p.grad = torch.zeros_like(p)
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm_type=norm, foreach=foreach)
+        (
+            torch.nn.utils.clip_grad_value_(parameters, 1.0),
+            torch.nn.utils.clip_grad_value_(parameters, 1.0, foreach=False),
+        )
+        torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    scaler = torch.amp.GradScaler(D)
+    parameters = [nn.Parameter(t(*s)) for s in sizes]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    for _ in range(2):
+        scaler.scale(sum((p.sum() for p in parameters), t())).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    average = torch.optim.swa_utils.AveragedModel(
+        nn.Linear(30, 40, device=D), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    (
+        average.update_parameters(nn.Linear(30, 40, device=D)),
+        average.update_parameters(nn.Linear(30, 40, device=D)),
+    )
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(30, 40, device=D))
+    (
+        average.update_parameters(nn.Linear(30, 40, device=D)),
+        average.update_parameters(nn.Linear(30, 40, device=D)),
+    )
+
+
+@workload
+def foreach() -> None:
+    for sizes in (
+        [(5, 7), (1000,), (300, 400)],
+        [(70000,)] * 3,
+        [(3,)] * 400,
+        [(200000, 2)],
+        [()] * 3,
+        [(0,), (4,)],
+    ):
+        for dtype in (f32, bf16):
+            x, y = ([t(*s, dtype=dtype, grad=False) for s in sizes] for _ in range(2))
+            s = t(grad=False)
+            for op in (
+                torch._foreach_add,
+                torch._foreach_sub,
+                torch._foreach_mul,
+                torch._foreach_div,
+                torch._foreach_maximum,
+                torch._foreach_minimum,
+                torch._foreach_pow,
+            ):
+                op(x, y), op(x, 2.0), op(x, [2.0] * len(x))
+            for op in (
+                torch._foreach_add_,
+                torch._foreach_mul_,
+                torch._foreach_div_,
+                torch._foreach_clamp_min_,
+                torch._foreach_copy_,
+            ):
+                op(x, y), (op(x, 2.0) if op is not torch._foreach_copy_ else None)
+            (
+                torch._foreach_mul(x, s),
+                torch._foreach_mul_(x, s),
+                torch._foreach_div_(x, s),
+                torch._foreach_add_(x, s),
+                torch._foreach_mul_(x, t(dtype=dtype, grad=False)),
+            )
+            for op in (
+                torch._foreach_sqrt,
+                torch._foreach_neg,
+                torch._foreach_exp,
+                torch._foreach_abs,
+                torch._foreach_reciprocal,
+                torch._foreach_sign,
+                torch._foreach_sqrt_,
+                torch._foreach_zero_,
+                torch._foreach_sigmoid,
+                torch._foreach_rsqrt,
+                torch._foreach_neg_,
+                torch._foreach_log,
+            ):
+                op(x)
+            (
+                torch._foreach_addcmul(x, y, y),
+                torch._foreach_addcmul_(x, y, y),
+                torch._foreach_addcdiv_(x, y, y),
+                torch._foreach_addcdiv_(x, y, y, [1.0] * len(x)),
+                torch._foreach_lerp(x, y, 0.1),
+                torch._foreach_lerp_(x, y, 0.1),
+                torch._foreach_lerp_(x, y, x),
+            )
+            for p in (2, 1, 3, float("inf")) if (0,) not in sizes else (2,):
+                torch._foreach_norm(x, p)
+            torch._foreach_norm(x, 2, dtype=f32) if dtype == bf16 else None
+            torch._foreach_max(x) if all(v.numel() for v in x) else None
+            torch._foreach_add(
+                x,
+                [
+                    v.T if v.dim() == 2 else v
+                    for v in [t(*s[::-1], dtype=dtype, grad=False) for s in sizes]
+                ],
+            )
+            (
+                torch._foreach_add_(x, [v.float() for v in y]),
+                torch._foreach_mul(x, [v.float() for v in y]),
+                torch._foreach_copy_(x, [v.float() for v in y]),
+                torch._foreach_copy_([v.float() for v in y], x),
+            )
+            (
+                torch._foreach_add([v.int() for v in x], 1),
+                torch._foreach_add([v.int() for v in x], 1.5),
+                torch._foreach_div([v.int() for v in x], 2),
+                torch._foreach_sqrt([v.int() for v in x]),
+            )
+            (
+                torch._foreach_mul(x, [torch.tensor(2.0)] * len(x)),
+                torch._foreach_add(x, [t(1, grad=False)] * len(x)) if () not in sizes else None,
+            )

@@ -45,7 +45,8 @@ def predicted(call: dict[str, Any], card: Card) -> list[str]:
     for step in steps:
         if isinstance(step, Out):
             if step.index in given:
-                events.append(f"o{step.index}:{given[step.index]}")
+                size = step.size if step.size is not None else extent(outputs[step.index])
+                events.append(f"o{step.index}:{size}")
         elif isinstance(step, Take):
             assert step.size > 0, step
             names[step.key] = str(sum(e[0] == "+" for e in events))
@@ -59,12 +60,15 @@ def predicted(call: dict[str, Any], card: Card) -> list[str]:
     return events
 
 
-def allocated(call: dict[str, Any]) -> dict[int, int]:
-    """Outputs that were allocated in the call, with the bytes asked for: that is the device's
-    business, a rule says only when."""
-    return {
-        int(e[1:].partition(":")[0]): int(e.partition(":")[2]) for e in call["e"] if e[0] == "o"
-    }
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes of the smallest storage that holds the tensor."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def allocated(call: dict[str, Any]) -> set[int]:
+    """Outputs that were allocated in the call: not those that alias an argument."""
+    return {int(e[1:].partition(":")[0]) for e in call["e"] if e[0] == "o"}
 
 
 def differences(path: Path) -> tuple[int, list[str]]:

@@ -38,9 +38,11 @@ class Give:
 @dataclass(frozen=True, slots=True)
 class Out:
     """The storage of ``outputs[index]`` is allocated now, unless it already lives (in-place and
-    ``out=`` variants, aliases) or is empty."""
+    ``out=`` variants, aliases) or is empty. ``size`` is set where the storage is larger than the
+    tensor needs: a result that was made large and then shrunk."""
 
     index: int
+    size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,4 +147,4 @@ def argument(
 
 
 # The rules register themselves; they import the names above, hence the place.
-from pytest_vram.sim.kernels import gemm, reductions  # noqa: E402, F401
+from pytest_vram.sim.kernels import gemm, losses, norms, reductions  # noqa: E402, F401

@@ -223,3 +223,8 @@ def preserved_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int,
         result[i] = step
         step *= max(shape[i], 1)
     return tuple(result)
+
+
+def dense_like(plain: Layout, itemsize: int) -> Layout:
+    """``empty_like`` with preserved format (ATen/native/TensorFactories.cpp)."""
+    return Layout(plain.shape, preserved_strides(plain.shape, plain.stride), itemsize)

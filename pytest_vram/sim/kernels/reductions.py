@@ -25,7 +25,7 @@ from pytest_vram.sim.kernels import (
     scratch,
     versions,
 )
-from pytest_vram.sim.kernels.iterator import Layout, contiguous, is_flat, layout
+from pytest_vram.sim.kernels.iterator import Layout, contiguous, dense_like, is_flat, layout
 from pytest_vram.sim.kernels.reduce import Kind, reduced_shape, reduction
 
 aten = torch.ops.aten
@@ -69,13 +69,6 @@ def cast_input(
         return plain, None
     copy = dense_like(plain, wanted.itemsize)
     return copy, Take(key, copy.nbytes, f"copy of the input as {str(wanted)[6:]}")
-
-
-def dense_like(plain: Layout, itemsize: int) -> Layout:
-    """``empty_like`` with preserved format (ATen/native/TensorFactories.cpp)."""
-    from pytest_vram.sim.kernels.iterator import preserved_strides
-
-    return Layout(plain.shape, preserved_strides(plain.shape, plain.stride), itemsize)
 
 
 def _sum_rule(

@@ -101,3 +101,13 @@ def half_vector(version: Version) -> int:
     ATen/native/cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu: 8 since 2.10.
     """
     return 8 if version >= (2, 10) else 4
+
+
+def sums_norm_gradients_in_parts(version: Version) -> bool:
+    """Since 2.8 layer norm's weight gradients of many short rows are summed in two steps."""
+    return version >= (2, 8)
+
+
+def wide_group_statistics(version: Version) -> bool:
+    """Group norm of 16-bit types computes its statistics in float tensors first."""
+    return version >= (2, 12)
