@@ -8,6 +8,7 @@ by the dispatch itself where autograd is off (inference mode).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.device import HANDLERS
-from pytest_vram.sim.tensors import CUDA, SimTensor
+from pytest_vram.sim.kernels import attention
+from pytest_vram.sim.tensors import CUDA
 
 aten = torch.ops.aten
 
@@ -57,6 +59,9 @@ def replacements(simulation: Any) -> dict[str, Callable[..., Any]]:
         "to.dtype_layout": _to_layout,
         "to.other": _to_other,
         "dropout": dropout,
+        "scaled_dot_product_attention": functools.partial(
+            attention.sdpa, card=simulation.card, chosen=simulation.attention_chosen
+        ),
     }
 
 
@@ -129,4 +134,4 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return input * torch.zeros((), dtype=input.dtype, device=input.device)
 
 
-__all__ = ["SimTensor", "installed", "replacements"]
+__all__ = ["installed", "replacements"]

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from pytest_vram.sim import inplace, values
+from pytest_vram.sim.kernels import Card, attention
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
 
 aten = torch.ops.aten
@@ -38,12 +39,14 @@ aten = torch.ops.aten
 class StorageLedger(Protocol):
     """Who keeps the books: :class:`pytest_vram.sim.simulation.Simulation`."""
 
+    card: Card
+
     def operator(
         self,
         func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        fresh: list[SimTensor | None],
+        outputs: list[Any],
         recipe: Recipe | None,
     ) -> None: ...
 
@@ -64,13 +67,12 @@ class Recipe:
     arguments. ``packing``: ``None`` for a single tensor, else ``tuple`` or ``list``.
     """
 
-    __slots__ = ("fresh", "outputs", "packing", "programs")
+    __slots__ = ("outputs", "packing", "programs")
 
     def __init__(self, outputs: list[Any], packing: type | None) -> None:
         self.outputs = outputs
         self.packing = packing
         self.programs: dict[int, Any] = {}
-        self.fresh = [n for n, out in enumerate(outputs) if out is not None and out[0] == "new"]
 
 
 #: Shapes are a property of PyTorch, not of a card or a run, so all simulations share the recipes.
@@ -102,6 +104,7 @@ class SimMode(FakeTensorMode):
 
     def __init__(self, ledger: StorageLedger) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.version = ledger.card.torch
         self.cache_enabled = False  # ours below is keyed and applied in a tenth of the time
         self.ledger = ledger
         self.nested = 0
@@ -168,30 +171,24 @@ class SimMode(FakeTensorMode):
     ) -> Any:
         recipe = _RECIPES.get(key) if key is not None else None
         if recipe is not None:
-            result, fresh = self._from_recipe(recipe, tensors)
+            result, flat = self._from_recipe(recipe, tensors)
         else:
-            result, fresh, recipe = self._from_scratch(func, types, args, kwargs, key, tensors)
-            if fresh is None:
+            result, flat, recipe = self._from_scratch(func, types, args, kwargs, key, tensors)
+            if flat is None:
                 return result
-        if fresh:
-            if inplace.takes_over(func, args):
-                self.ledger.take_over(args[0], fresh[0])
-            else:
-                self.ledger.operator(func, args, kwargs, fresh, recipe)
-        elif recipe is None or recipe.programs is not _NO_PROGRAMS:
-            self.ledger.operator(func, args, kwargs, fresh, recipe)
-        for tensor in tensors:
-            if type(tensor) is SimTensor and tensor.sim_value is not None:
-                values.propagate(func, args, kwargs, result)
-                return result
+        if inplace.takes_over(func, args):
+            self.ledger.take_over(args[0], result)
+        else:
+            self.ledger.operator(func, args, kwargs, flat, recipe)
         if not tensors:
             values.from_factory(func, args, kwargs, result)
+        elif values.concerned(func, tensors):
+            values.propagate(func, args, kwargs, result)
         return result
 
     def _from_scratch(
         self, func: Any, types: Any, args: Any, kwargs: Any, key: Any, tensors: list[torch.Tensor]
-    ) -> tuple[Any, list[SimTensor | None] | None, Recipe | None]:
-        before = {_storage_key(t) for t in tensors if isinstance(t, FakeTensor)}
+    ) -> tuple[Any, list[Any] | None, Recipe | None]:
         try:
             result = self._slow(func, types, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
@@ -200,23 +197,15 @@ class SimMode(FakeTensorMode):
             raise values.unsupported_operator(func) from error
         if result is NotImplemented:
             return result, None, None
-        result, flat = self._adopt_outputs(result)
-        seen = set(before)
-        fresh: list[SimTensor | None] = []
-        for out in flat:
-            if isinstance(out, SimTensor):
-                storage = _storage_key(out)
-                if storage not in seen:
-                    seen.add(storage)
-                    fresh.append(out)
+        flat = self._adopt_outputs(func, args, kwargs, result)
         recipe = None
         if key is not None and self._may_cache(func):
-            recipe = _make_recipe(result, flat, tensors, before)
+            recipe = _make_recipe(result, flat, tensors)
             if recipe is not None:
                 if len(_RECIPES) > _RECIPE_LIMIT:
                     _RECIPES.clear()
                 _RECIPES[key] = recipe
-        return result, fresh, recipe
+        return result, flat, recipe
 
     def _slow(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """PyTorch's own fake execution; what it calls inside belongs to this operator."""
@@ -226,13 +215,21 @@ class SimMode(FakeTensorMode):
         finally:
             self.nested -= 1
 
-    def _adopt_outputs(self, result: Any) -> tuple[Any, list[Any]]:
-        flat, spec = tree_flatten(result)
-        for out in flat:
-            if type(out) is FakeTensor and out.fake_mode is self:
-                out.__class__ = SimTensor
-                out.__dict__["_fake_device"] = out.__dict__.get("_fake_device") or out.fake_device
-        return result, flat
+    def _adopt_outputs(self, func: Any, args: Any, kwargs: Any, result: Any) -> list[Any]:
+        """The flat results, as tensors of this simulation and on the device CUDA puts them on."""
+        flat = tree_leaves(result)
+        for position, out in enumerate(flat):
+            if isinstance(out, FakeTensor) and out.fake_mode is self:
+                if type(out) is FakeTensor:
+                    out.__class__ = SimTensor
+                    state = out.__dict__
+                    state["_fake_device"] = state.get("_fake_device") or out.fake_device
+                if out.__dict__["_fake_device"].type == "meta":
+                    # a meta kernel that names its own device; on a card it is the card's, or the
+                    # host's (seeds of attention kernels)
+                    host = attention.on_host(func, position, args, kwargs, self.version)
+                    out.__dict__["_fake_device"] = CPU if host else CUDA
+        return flat
 
     def _may_cache(self, func: Any) -> bool:
         known = self._cacheable.get(func)
@@ -304,11 +301,8 @@ class SimMode(FakeTensorMode):
             else:
                 raise _Uncacheable
 
-    def _from_recipe(
-        self, recipe: Recipe, tensors: list[torch.Tensor]
-    ) -> tuple[Any, list[SimTensor | None]]:
+    def _from_recipe(self, recipe: Recipe, tensors: list[torch.Tensor]) -> tuple[Any, list[Any]]:
         made: list[Any] = []
-        fresh: list[SimTensor | None] = []
         for out in recipe.outputs:
             if out is None:
                 made.append(None)
@@ -317,7 +311,6 @@ class SimMode(FakeTensorMode):
             if kind == "new":
                 elem = torch.empty_strided(out[1], out[2], dtype=out[3], device=META)
                 tensor = wrap(self, elem, out[4])
-                fresh.append(tensor)
             elif kind == "arg":
                 tensor = tensors[out[1]]  # type: ignore[assignment]
             else:
@@ -326,8 +319,8 @@ class SimMode(FakeTensorMode):
                 tensor = wrap(self, elem, out[6])
             made.append(tensor)
         if recipe.packing is None:
-            return made[0], fresh
-        return recipe.packing(made), fresh
+            return made[0], made
+        return recipe.packing(made), made
 
     # -- devices ----------------------------------------------------------------------------
 
@@ -356,9 +349,6 @@ class SimMode(FakeTensorMode):
         return args, kwargs, named
 
 
-_NO_PROGRAMS: dict[int, Any] = {}
-
-
 def _meant(device: Any) -> torch.device:
     device = torch.device(device)
     if device.type == "meta":
@@ -373,9 +363,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _make_recipe(
-    result: Any, flat: list[Any], tensors: list[torch.Tensor], before: set[int]
-) -> Recipe | None:
+def _make_recipe(result: Any, flat: list[Any], tensors: list[torch.Tensor]) -> Recipe | None:
     """A recipe for outputs that are plainly new tensors, arguments or views of arguments."""
     if isinstance(result, torch.Tensor):
         packing = None

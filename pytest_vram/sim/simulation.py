@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,12 +18,22 @@ from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.device import Recipe, SimMode
 from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, Workspace, program
+from pytest_vram.sim.kernels.attention import Choice
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
 
 _RANK = {bill: rank for rank, bill in enumerate(BILLS)}
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+
+
+_ACTIONS = {
+    "alloc": ("alloc",),
+    "free": ("free_requested", "free_completed"),
+    "segment_alloc": ("segment_alloc",),
+    "segment_free": ("segment_free",),
+    "oom": ("oom",),
+}
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -49,8 +60,10 @@ class Simulation:
                 "PYTORCH_ALLOC_CONF", ""
             )
         self.profile = profile
+        self.alloc_conf = alloc_conf
         self.world_size = world_size
         self.card = Card(profile, VERSION)
+        self._card_key = hash(self.card)
         self.allocator = CachingAllocator(
             profile.memory, alloc_conf, listener=self._segment, context=profile.context
         )
@@ -69,7 +82,7 @@ class Simulation:
         self._names: dict[OpOverload, str] = {}
         self._stack: contextlib.ExitStack | None = None
         self._quiet = False
-        self._stolen: list[Allocation] = []
+        self.attention: list[tuple[str, Choice]] = []
 
     # -- entering and leaving ---------------------------------------------------------------
 
@@ -159,6 +172,60 @@ class Simulation:
             notes=tuple(self.notes),
         )
 
+    def snapshot(self) -> dict[str, Any]:
+        """What ``torch.cuda.memory._snapshot()`` returns, with the simulated card's history."""
+        entries: list[dict[str, Any]] = []
+        for kind, index, size, address in self._events:
+            if kind == "phase":
+                continue
+            stream = 0
+            frames: list[dict[str, Any]] = []
+            if kind in ("alloc", "free"):
+                allocation = self._allocations[index]
+                size, address = allocation.requested, allocation.address
+                stream = allocation.stream
+                frames = self._frames_of(index)
+            for action in _ACTIONS[kind]:
+                entry = {"action": action, "size": size, "stream": stream, "time_us": 0}
+                if kind == "oom":
+                    entry["device_free"] = self._oom.free if self._oom else 0
+                entries.append({**entry, "addr": address, "frames": frames})
+        segments = self.allocator.segments()
+        frames_at = {
+            self._allocations[ref.index].address: self._frames_of(ref.index)
+            for ref in self._live.values()
+        }
+        for segment in segments:
+            segment.setdefault("frames", [])
+            for block in segment["blocks"]:
+                block["frames"] = frames_at.get(block["address"], [])
+        return {
+            "segments": segments,
+            "device_traces": [entries],
+            "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": self.alloc_conf},
+            "external_annotations": [],
+        }
+
+    def _frames_of(self, index: int) -> list[dict[str, Any]]:
+        """Innermost first, as PyTorch lists them: operator, module, user line."""
+        allocation, frame = self._allocations[index], self._frames[index]
+        frames = [{"name": allocation.operator or allocation.name, "filename": "??", "line": 0}]
+        if allocation.module:
+            frames.append({"name": allocation.module, "filename": "module", "line": 0})
+        if frame is not None:
+            code, line = frame
+            frames.append({"name": code.co_name, "filename": code.co_filename, "line": line})
+        return frames
+
+    def dump(self, filename: str | os.PathLike[str]) -> None:
+        """``torch.cuda.memory._dump_snapshot``: a pickle for PyTorch's memory visualiser."""
+        with open(filename, "wb") as file:
+            pickle.dump(self.snapshot(), file)
+
+    def attention_chosen(self, choice: Choice) -> None:
+        """Which attention kernel ran, in which module, and why the others did not."""
+        self.attention.append((self._modules[-1] if self._modules else "", choice))
+
     # -- the books --------------------------------------------------------------------------
 
     def operator(
@@ -166,28 +233,27 @@ class Simulation:
         func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        fresh: list[SimTensor | None],
+        outputs: list[Any],
         recipe: Recipe | None,
     ) -> None:
-        """Account for one operator call: its program, or its fresh outputs in order."""
+        """Account for one operator call: its program, or its new outputs in order."""
         if self._quiet:
             return
-        steps = self._program(func, args, kwargs, fresh, recipe)
-        if steps is None:
-            for tensor in fresh:
-                if tensor is not None:
-                    self._new_tensor(tensor, func)
-            return
+        steps = self._program(func, args, kwargs, outputs, recipe)
+        if steps is not None:
+            self._run(steps, outputs, func)
+        for tensor in outputs:
+            if type(tensor) is SimTensor:
+                self._new_tensor(tensor, func)
+
+    def _run(self, steps: Program, outputs: list[Any], func: OpOverload) -> None:
         taken: dict[str, int] = {}
-        done: set[int] = set()
         for step in steps:
             kind = type(step)
             if kind is Out:
-                if step.index < len(fresh) and step.index not in done:
-                    done.add(step.index)
-                    out = fresh[step.index]
-                    if out is not None:
-                        self._new_tensor(out, func)
+                tensor = outputs[step.index]
+                if type(tensor) is SimTensor:
+                    self._new_tensor(tensor, func)
             elif kind is Take:
                 taken[step.key] = self._allocate(step.size, func, bill="temporary", name=step.why)
             elif kind is Give:
@@ -198,20 +264,18 @@ class Simulation:
                 self._workspace(step.kind, step.size, func)
         for index in reversed(taken.values()):
             self._free(index)
-        for position, tensor in enumerate(fresh):
-            if position not in done and tensor is not None:
-                self._new_tensor(tensor, func)
 
     def _program(
-        self, func: Any, args: Any, kwargs: Any, fresh: list[SimTensor | None], recipe: Any
+        self, func: Any, args: Any, kwargs: Any, outputs: list[Any], recipe: Any
     ) -> Program | None:
         if recipe is not None:
-            known = recipe.programs.get(id(self.card), False)
+            known = recipe.programs.get(self._card_key, False)
             if known is not False:
                 return known  # type: ignore[no-any-return]
-        steps = program(func, args, kwargs, fresh, self.card)
+        flat = [out if isinstance(out, torch.Tensor) else None for out in outputs]
+        steps = program(func, args, kwargs, flat, self.card)
         if recipe is not None:
-            recipe.programs[id(self.card)] = steps
+            recipe.programs[self._card_key] = steps
         return steps
 
     def _thread(self) -> str:
@@ -303,7 +367,8 @@ class Simulation:
             "segment_free": "segment_free",
             "segment_unmap": "segment_free",
         }
-        self._events.append((events[kind], -1, size, address))
+        if kind in events:
+            self._events.append((events[kind], -1, size, address))
 
     def _out_of_memory(self, error: DeviceOutOfMemory, func: Any) -> torch.OutOfMemoryError:
         frame = user_frame()
@@ -354,13 +419,9 @@ class Simulation:
             self._follow(storage, storage._cdata, index)
         elif found is not None:
             self._free(found.index)
-            self._zero_sized(storage)
         elif size:
             index = self._allocate(size, torch.ops.aten.resize_.default)
             self._follow(storage, storage._cdata, index)
-
-    def _zero_sized(self, storage: Any) -> None:
-        """Nothing is kept for an emptied storage; it is followed again when it grows."""
 
 
 @contextlib.contextmanager

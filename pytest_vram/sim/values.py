@@ -96,7 +96,15 @@ def from_factory(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         result.sim_value = (value, _version(result))
 
 
-_SELF_MUTATING_SCALARS = {aten.fill_.Scalar, aten.zero_.default}
+#: In-place operators after which the target's value is known whatever it was before.
+_OVERWRITES = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
+
+
+def concerned(func: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether values may follow this call: an operand's is known, or one is overwritten."""
+    if func in _OVERWRITES:
+        return _keeps(tensors[0])
+    return any(type(t) is SimTensor and t.sim_value is not None for t in tensors)
 
 
 def propagate(func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -104,7 +112,7 @@ def propagate(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     outputs = [leaf for leaf in tree_leaves(result) if type(leaf) is SimTensor]
     schema = func._schema
     mutates = schema.is_mutable
-    if mutates and func not in _MUTABLE_WITH_VALUES:
+    if mutates:
         _mutate(func, args, kwargs)
         return
     if not outputs or not all(_keeps(out) for out in outputs):
@@ -134,9 +142,6 @@ def propagate(func: Any, args: Any, kwargs: Any, result: Any) -> None:
             out.sim_value = (value, _version(out))
 
 
-_MUTABLE_WITH_VALUES: set[Any] = set()
-
-
 def _mutate(func: Any, args: Any, kwargs: Any) -> None:
     """In-place operators: autograd raises the version after them, which drops stale values by
     itself; where all operands are known the new value is kept for the version to come."""
@@ -153,7 +158,7 @@ def _mutate(func: Any, args: Any, kwargs: Any) -> None:
     inputs = [leaf for leaf in tree_leaves(rest) if isinstance(leaf, torch.Tensor)]
     if any(known(leaf) is None for leaf in inputs):
         return
-    whole = func in _SELF_MUTATING_SCALARS or func is aten.copy_.default
+    whole = func in _OVERWRITES
     value = known(target)
     if value is None:
         if not whole:

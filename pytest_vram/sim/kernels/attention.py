@@ -47,6 +47,21 @@ FIXES: tuple[tuple[str, tuple[int, ...], tuple[int, int], tuple[int, int], str],
 )
 
 
+def on_host(
+    func: Any, position: int, args: tuple[Any, ...], kwargs: dict[str, Any],
+    version: tuple[int, int],
+) -> bool:  # fmt: skip
+    """Whether output ``position`` of an attention kernel lies on the host, by ``FIXES``."""
+    name = func._schema.name
+    for operator, outputs, since, until, truth in FIXES:
+        if operator == name and position in outputs and since <= version < until:
+            if truth.startswith("device without dropout"):
+                dropout = args[5] if len(args) > 5 else kwargs.get("dropout_p", 0.0)
+                return bool(dropout)
+            return truth.startswith("host")
+    return False
+
+
 def default_cudnn(version: tuple[int, int]) -> int:
     """cuDNN that the default wheel of a torch release depends on, as its metadata says: 2.6 on
     CUDA 12.4, 2.7 12.6, 2.8 to 2.10 12.8, from 2.11 on 13.0."""
