@@ -414,8 +414,6 @@ def _assemble(f: _Fields, tower: Tower, *, tied: bool, positions: int = 0) -> Mo
 
 def _with(shape: ModelShape, **changes: Any) -> ModelShape:
     """``dataclasses.replace`` that leaves a tie alone where there is no language-model head."""
-    from dataclasses import replace
-
     if shape.head != "lm":
         changes.pop("tied", None)
         if shape.head == "none":

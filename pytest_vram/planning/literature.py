@@ -141,15 +141,16 @@ def deepspeed_zero3(
     zero_init: bool = True,
     buffer: float = 1.5,
 ) -> DeepSpeedNeed:
-    """``estimate_zero3_model_states_mem_needs`` of DeepSpeed (``deepspeed/runtime/zero/stage3.py``).
+    """``estimate_zero3_model_states_mem_needs`` of DeepSpeed
+    (``deepspeed/runtime/zero/stage3.py``).
 
     GPU: 4 l for the largest layer of l parameters (its fp16 weights and gradients), + 2 N / ranks
     with the optimizer offloaded, + 18 N / ranks with nothing offloaded.
     """
     ranks, factor, layer = gpus * nodes, 1 / nodes, 4 * largest_layer
     if not offload:
-        host = largest_layer * 4 * gpus if zero_init else parameters * 4 * gpus
-        return DeepSpeedNeed(int(host * buffer), layer + int(18 * parameters / ranks))
+        made = largest_layer if zero_init else parameters
+        return DeepSpeedNeed(int(4 * made * gpus * buffer), layer + int(18 * parameters / ranks))
     each = 18 if offload_parameters else 16
     host = parameters * (each * factor if zero_init else max(4 * gpus, each * factor))
     gpu = layer if offload_parameters else layer + int(2 * parameters / ranks)

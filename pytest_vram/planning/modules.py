@@ -57,8 +57,10 @@ def from_module(module: nn.Module) -> ModelShape:
 
     :raises PlanError: no configuration and no repeated block whose layers can be told apart.
     """
-    base = module.get_base_model() if hasattr(module, "get_base_model") else module
-    config = getattr(base, "config", None)
+    base: nn.Module = module
+    if callable(unwrap := getattr(module, "get_base_model", None)):  # peft
+        base = unwrap()
+    config: Any = getattr(base, "config", None)
     if hasattr(config, "to_dict"):
         raw = {**config.to_dict(), "architectures": [type(base).__name__]}
         shape = from_config(raw, type(base).__name__)

@@ -127,11 +127,11 @@ class Setup:
     step: Literal["foreach", "fused", "loop"] = "foreach"
     attention: Attention = "flash"
     dropout: float = 0.0
-    recompute: Recompute = Recompute()
+    recompute: Recompute = field(default_factory=Recompute)
     lora: Lora | None = None
     quantisation: Quantisation = ""
-    parallel: Parallel = Parallel()
-    offload: Offload = Offload()
+    parallel: Parallel = field(default_factory=Parallel)
+    offload: Offload = field(default_factory=Offload)
     held: bool = True
     buckets: bool = True
     workspace: int = 8_519_680  #: cuBLAS, per thread that launches matrix products; two do
@@ -243,7 +243,7 @@ class _Rank:
         total = setup.shape.layers
         self.layers = total // parallel.pipeline + (stage < total % parallel.pipeline)
         self.base = [w for w in setup.shape.weights() if self._here(w)]
-        self.added = [w for w in setup.lora.weights(self.base)] if setup.lora else []
+        self.added = list(setup.lora.weights(self.base)) if setup.lora else []
 
     def _here(self, weight: Weight) -> bool:
         if self.setup.parallel.pipeline == 1 or weight.name.startswith(("layers", "tower")):
@@ -315,7 +315,7 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
     rank = _Rank(setup, stage)
     static = _static(rank)
     flow = _Flow.of(rank)
-    bills = {name: 0 for name in BILLS} | static
+    bills = dict.fromkeys(BILLS, 0) | static
     bills["activations"] = flow.kept + flow.rerun + (flow.head.backward if rank.last else 0)
     bills["autocast_cache"] = flow.copies
     bills["temporary"] = _step_temporaries(rank)
@@ -465,21 +465,27 @@ def _working(setup: Setup, ffn: int, hidden: int, heads: int) -> int:
 
 
 def _step_temporaries(rank: _Rank) -> int:
-    """What ``optimizer.step()`` holds for a moment: foreach temporaries, and with master weights
-    the gradients' fp32 copies."""
+    """What ``optimizer.step()`` holds for a moment on top of the bills.
+
+    Foreach implementations hold a few tensors as large as all updated parameters, plain loops two
+    as large as the largest one, fused kernels none. With master weights the 16-bit gradients are
+    cast to the masters' fp32 (and dropped): the difference counts here too.
+    """
     setup, parallel = rank.setup, rank.setup.parallel
     over = parallel.data if parallel.zero >= 1 else 1
     if "optimizer" in setup.offload.what and setup.offload.step_on == "cpu":
         return 0
     updated = setup.lora.size if setup.lora else setup.precision.updated
     own = rank.size(rank.trained, updated, over)
-    copies = own if setup.precision.master and not setup.lora else 0
+    cast = 0
+    if setup.precision.master and not setup.lora:
+        cast = rank.size(rank.trained, updated - setup.precision.gradient, over)
     if setup.step == "fused" and setup.optimizer.fusible:
-        return copies
+        return cast
     if setup.step == "loop":
         largest = max((weight.numel for weight in rank.trained), default=0)
-        return copies + int(2 * largest * updated * bool(setup.optimizer.temporaries))
-    return copies + int(own * setup.optimizer.temporaries)
+        return cast + int(2 * largest * updated * bool(setup.optimizer.temporaries))
+    return cast + int(own * setup.optimizer.temporaries)
 
 
 def _moments(rank: _Rank, static: Mapping[str, int], flow: _Flow) -> tuple[Moment, ...]:
@@ -502,7 +508,7 @@ def _moments(rank: _Rank, static: Mapping[str, int], flow: _Flow) -> tuple[Momen
     def moment(
         name: str, grads: int, activations: int, copies: int = 0, temporary: int = 0
     ) -> Moment:
-        bills = {bill: 0 for bill in BILLS} | rest
+        bills = dict.fromkeys(BILLS, 0) | rest
         bills["gradients"] = gradients if lasting else min(grads, gradients)
         bills["activations"] = activations
         bills["autocast_cache"] = copies

@@ -26,6 +26,9 @@ class Card(Protocol):
     def free(self) -> int: ...
 
 
+Change = Callable[[Setup], Setup]
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """``yes``: fits even if every assumption goes the wrong way; ``no``: not even if all go the
@@ -180,23 +183,25 @@ def rescue(setup: Setup, card: Card) -> tuple[Remedy, ...]:
     """Remedies in the order of their price, each on top of the last, until it fits.
 
     Micro-batch 1 with accumulation, flash attention, recomputation (selective, then full), fused
-    or 8-bit optimizer, sharding or offload, LoRA, QLoRA. Steps that change nothing are left out.
+    or 8-bit optimizer, sharding or offload, LoRA, QLoRA. A remedy that does not lower the peak is
+    passed over, and tried again once another has moved the peak elsewhere.
     """
     done: list[Remedy] = []
     current = make_plan(setup)
-    for name, price, changed in _remedies(setup):
-        plan = make_plan(changed(current.setup))
-        if plan.peak >= current.peak:
-            continue
-        current = plan
-        verdict = _verdict(plan, card.free)
-        done.append(Remedy(name, plan.setup, plan, verdict, price))
-        if verdict == "yes":
+    waiting = list(_remedies(setup))
+    verdict = _verdict(current, card.free)
+    while verdict != "yes":
+        for remedy in waiting:
+            name, price, change = remedy
+            plan = make_plan(change(current.setup))
+            if plan.peak < current.peak:
+                break
+        else:
             break
+        waiting.remove(remedy)
+        current, verdict = plan, _verdict(plan, card.free)
+        done.append(Remedy(name, plan.setup, plan, verdict, price))
     return tuple(done)
-
-
-Change = Callable[[Setup], Setup]
 
 
 def _remedies(setup: Setup) -> Iterator[tuple[str, str, Change]]:

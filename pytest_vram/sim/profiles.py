@@ -178,6 +178,15 @@ def parse_profile(name: str, table: Mapping[str, Any]) -> Profile:
     return profile
 
 
+def parse_profile_line(line: str) -> Profile:
+    """A card from one line of configuration: ``name: like=rtx4090, memory=48 GiB``."""
+    name, colon, rest = line.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",")]
+    if not colon or not name.strip() or not all(key.strip() and sign for key, sign, _ in pairs):
+        raise ProfileError(f"{line!r}: expected 'name: like=rtx4090, memory=48 GiB'")
+    return parse_profile(name.strip(), {key.strip(): value.strip() for key, _, value in pairs})
+
+
 _LIMITS = (
     "threads_per_multiprocessor",
     "blocks_per_multiprocessor",

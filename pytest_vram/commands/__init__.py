@@ -1,0 +1,1 @@
+"""The commands of ``pytest-vram``, one module each; each offers ``command``."""
