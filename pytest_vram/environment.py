@@ -80,16 +80,11 @@ def _libraries() -> dict[str, str]:
     return found
 
 
-def environment(kind: str, gpu: str) -> Environment:
-    """The environment of this process. Imports torch, for the CUDA and cuDNN it was built with."""
+def environment(kind: str, gpu: str, facts: Mapping[str, str] | None = None) -> Environment:
+    """The environment of this process; ``facts`` are the card's own (CUDA, cuDNN, driver)."""
     import torch
 
-    versions = {**_libraries(), "torch": str(torch.__version__)}
-    if kind == "cuda":
-        if torch.version.cuda:
-            versions["cuda"] = str(torch.version.cuda)
-        if cudnn := torch.backends.cudnn.version():  # type: ignore[no-untyped-call]
-            versions["cudnn"] = str(cudnn)
+    versions = {**_libraries(), **(facts or {}), "torch": str(torch.__version__)}
     for name in VARIABLES:
         if value := os.environ.get(name):
             versions[name] = value

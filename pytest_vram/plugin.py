@@ -1,3 +1,347 @@
-"""pytest hooks."""
+"""pytest hooks. Each is a few lines that call into the rooms; torch is imported by none of them."""
 
 from __future__ import annotations
+
+import argparse
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import pytest
+
+from pytest_vram.fixture import Vram
+from pytest_vram.marker import (
+    HELP,
+    MARKER,
+    Budget,
+    BudgetError,
+    closest_first,
+    keywords_of,
+    read_budget,
+)
+from pytest_vram.run import ItemRun
+from pytest_vram.session import Collected, Session, modules_of
+from pytest_vram.settings import (
+    CATEGORIES,
+    OPTIONS,
+    Settings,
+    SettingsError,
+    find_gpu,
+    read_settings,
+)
+
+_UPDATE = "--vram-update"
+
+
+class _Update(argparse.Action):
+    """``--vram-update`` or ``--vram-update=CATEGORY``. Every form is an option string of its own:
+    with ``nargs="?"`` argparse would take the path in ``--vram-update tests/`` for a category."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        given = list(getattr(namespace, self.dest) or [])
+        given.append((option_string or "").partition("=")[2])
+        setattr(namespace, self.dest, given)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("vram", "GPU-memory budgets for training tests (pytest-vram)")
+    for option in OPTIONS:
+        if option.flag:
+            group.addoption(
+                option.flag,
+                dest=option.name,
+                metavar=option.metavar,
+                default=None,
+                help=f"{option.help} (ini: {option.name})",
+            )
+        parser.addini(option.name, option.help, type=option.ini, default=None)  # type: ignore[arg-type]
+    parser.addini("vram_strict", "like --vram-strict", type="bool", default=False)
+    group.addoption(
+        "--no-vram",
+        dest="vram_enabled",
+        action="store_false",
+        default=True,
+        help=f"marked tests run as plain tests: {MARKER} markers do nothing",
+    )
+    group.addoption(
+        "--vram-strict",
+        action="store_true",
+        default=None,
+        help="missing and stale baselines, and improvements, fail (ini: vram_strict)",
+    )
+    group.addoption(
+        _UPDATE,
+        *(f"{_UPDATE}={category}" for category in (*CATEGORIES, "all")),
+        dest="vram_update",
+        action=_Update,
+        help="write baselines of tests that pass everything else: new and changed ones, or only "
+        "the given category (repeatable)",
+    )
+    group.addoption(
+        "--vram-dry-run",
+        action="store_true",
+        default=None,
+        help=f"with {_UPDATE}: say what would be written, write nothing",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", HELP)
+    try:
+        settings = read_settings(
+            lambda name: config.getoption(name, None), config.getini, config.rootpath
+        )
+    except SettingsError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(Plugin(config, settings), "vram-run")
+
+
+@pytest.fixture
+def vram(request: pytest.FixtureRequest) -> Vram:
+    """The device, precision and training step of a test with a GPU-memory budget (pytest-vram)."""
+    plugin: Plugin = request.config.pluginmanager.get_plugin("vram-run")  # type: ignore[assignment]
+    run = request.node.stash.get(plugin.run_key, None)
+    return run.vram if run is not None else Vram(plugin.budget_of(request.node) or Budget())
+
+
+class Plugin:
+    """The hooks of one run, with its state."""
+
+    run_key = pytest.StashKey[ItemRun]()
+    budget_key = pytest.StashKey["Budget | None"]()
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self.config = config
+        self.settings = settings
+        self.session = Session(settings)
+        self.collected = Collected()
+        worker_input = getattr(config, "workerinput", None)
+        self.worker: str = worker_input["workerid"] if worker_input else ""
+        self._before_filters: set[str] = set()
+
+    # ---- which items are marked
+
+    def budget_of(self, item: pytest.Item) -> Budget | None:
+        """The item's budget; ``None`` if it is neither marked nor asks for ``vram``."""
+        if self.budget_key not in item.stash:
+            layers = [keywords_of(mark) for mark in _marks(item)]
+            marked = bool(layers) or "vram" in getattr(item, "fixturenames", ())
+            layers.append(dict(self.settings.defaults))
+            item.stash[self.budget_key] = read_budget(layers, self._find_gpu) if marked else None
+        return item.stash[self.budget_key]
+
+    def _find_gpu(self, name: str) -> object:
+        return find_gpu(self.settings, name)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """A marker that cannot be read is a collection error at the test's line."""
+        report = yield
+        if not self.settings.enabled or not report.passed:
+            return report
+        problems = self._unused_marks(collector, report.result)
+        for item in report.result or ():
+            if isinstance(item, pytest.Item):
+                try:
+                    self.budget_of(item)
+                except BudgetError as error:
+                    problems.append(f"{_location(item)}: {MARKER}: {error}")
+        if problems:
+            report.outcome = "failed"
+            report.longrepr = "\n".join(problems)
+            report.result = []
+        return report
+
+    def _unused_marks(self, collector: pytest.Collector, found: Any) -> list[str]:
+        """Marked functions that pytest does not collect: their budget would never be held."""
+        if not isinstance(collector, (pytest.Module, pytest.Class)):
+            return []
+        collected = {getattr(node, "originalname", None) or node.name for node in found or ()}
+        problems = []
+        for name, value in vars(collector.obj).items():
+            function = getattr(value, "_get_wrapped_function", lambda value=value: value)()
+            marks = getattr(function, "pytestmark", None)
+            if name in collected or isinstance(function, type) or not isinstance(marks, list):
+                continue
+            if any(getattr(mark, "name", "") == MARKER for mark in marks):
+                line = function.__code__.co_firstlineno if hasattr(function, "__code__") else 0
+                kind = "a fixture" if function is not value else "no test that pytest collects"
+                problems.append(
+                    f"{collector.nodeid.partition('::')[0]}:{line}: {name}: {MARKER} marks "
+                    f"{kind}: its budget would never be checked"
+                )
+        return problems
+
+    # ---- what was collected, for the question which baselines are stale
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, items: list[pytest.Item]
+    ) -> Generator[None, object, object]:
+        self._before_filters = {item.nodeid for item in items}
+        return (yield)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        ids = {item.nodeid for item in session.items}
+        self.collected.modules = modules_of(self._before_filters | ids)
+        self.collected.marked = {
+            item.nodeid for item in session.items if self.settings.enabled and self.budget_of(item)
+        }
+        self.collected.filters = _filters(self.config, len(self._before_filters - ids))
+        self.session.collected.add(self.collected)
+
+    # ---- running
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """A fresh run for every attempt; reruns come through here again."""
+        budget = self.budget_of(item) if self.settings.enabled else None
+        if budget is None:
+            return
+        before = item.stash.get(self.run_key, None)
+        run = ItemRun(item, budget, self.settings, self.session.store, self.worker)
+        run.attempt = before.attempt + 1 if before is not None else 1
+        item.stash[self.run_key] = run
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        __tracebackhide__ = True
+        run = item.stash.get(self.run_key, None)
+        if run is None:
+            return (yield)
+        try:
+            with run.in_place_of_runtest():
+                result = yield
+        except (Exception, pytest.fail.Exception):
+            if run.ran:
+                run.finish(passed=False)
+            raise
+        if run.ran:
+            run.finish(passed=True)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        run = item.stash.get(self.run_key, None)
+        if run is not None and run.record is not None and call.when == "call":
+            # An attribute of the report travels from xdist's workers to the controller.
+            report.vram_record = run.record.to_dict()  # type: ignore[attr-defined]
+        return report
+
+    # ---- the controlling process
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.worker or not self.settings.enabled:
+            return
+        outcome = str(report.outcome)
+        if hasattr(report, "wasxfail"):
+            outcome = "xfailed" if report.skipped else "xpassed"
+        record = getattr(report, "vram_record", None)
+        self.session.report(report.nodeid, str(report.when), outcome, record)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A worker of pytest-xdist is done; one that says nothing has crashed."""
+        output = getattr(node, "workeroutput", None)
+        if output and "pytest_vram" in output:
+            self.session.collected.add(Collected.from_dict(output["pytest_vram"]))
+        else:
+            self.session.lost_worker(node.gateway.id)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.worker:
+            self.config.workeroutput["pytest_vram"] = self.collected.to_dict()  # type: ignore[attr-defined]
+        elif self.settings.enabled and not self.config.option.collectonly:
+            summary = self.session.finish(_stopped(session, exitstatus))
+            if summary.failed and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        from pytest_vram.reports.terminal import report
+
+        if self.worker or not self.settings.enabled:
+            return
+        writer = terminalreporter
+        width = writer._tw.fullwidth if hasattr(writer, "_tw") else 80
+        lines = report(
+            self.session.records,
+            self.session.summary,
+            width=width,
+            verbosity=self.config.get_verbosity(),
+        )
+        if not lines:
+            return
+        writer.section("vram")
+        moods = {"ok": {"green": True}, "warn": {"yellow": True}, "fail": {"red": True}}
+        for line in lines:
+            writer.write_line(line.text, **moods.get(line.mood, {}))
+
+
+def _marks(item: pytest.Item) -> list[Any]:
+    """All ``vram_budget`` marks of an item, the closest first."""
+    found: list[Any] = []
+    for node in reversed(item.listchain()):
+        marks = [mark for mark in node.own_markers if mark.name == MARKER]
+        parameters = getattr(getattr(node, "callspec", None), "marks", ())
+        bases = getattr(getattr(node, "obj", None), "__mro__", ())
+        inherited = [_own_marks(base) for base in bases]
+        found += closest_first(marks, parameters, [mark for marks in inherited for mark in marks])
+    return found
+
+
+def _own_marks(base: type) -> list[Any]:
+    marks = vars(base).get("pytestmark", [])
+    return [getattr(mark, "mark", mark) for mark in (marks if isinstance(marks, list) else [marks])]
+
+
+def _location(item: pytest.Item) -> str:
+    path, line, name = item.location
+    return f"{path}:{(line or 0) + 1}: {name}"
+
+
+def _filters(config: pytest.Config, deselected: int) -> list[str]:
+    """Why this run did not look at every test, in the words of the options that did it."""
+    option = config.option
+    named = (
+        ("keyword", "-k"),
+        ("markexpr", "-m"),
+        ("lf", "--lf"),
+        ("stepwise", "--stepwise"),
+        ("ignore", "--ignore"),
+        ("ignore_glob", "--ignore-glob"),
+        ("deselect", "--deselect"),
+    )
+    reasons = [f"filtered by {flag}" for name, flag in named if getattr(option, name, None)]
+    if any("::" in str(argument) for argument in config.args):
+        reasons.append("filtered by node ids")
+    elif config.args_source is pytest.Config.ArgsSource.ARGS and not _is_root(config):
+        reasons.append("only some paths were given")
+    if deselected and not reasons:
+        reasons.append(f"{deselected} tests were left out (sharded, or deselected by a plugin)")
+    return reasons
+
+
+def _is_root(config: pytest.Config) -> bool:
+    paths = [config.invocation_params.dir / argument for argument in config.args]
+    return any(path.resolve() == config.rootpath.resolve() for path in paths)
+
+
+def _stopped(session: pytest.Session, exitstatus: int) -> str:
+    if exitstatus == pytest.ExitCode.INTERRUPTED:
+        return "interrupted"
+    reason = session.shouldfail or session.shouldstop
+    return f"stopped early ({reason})" if reason else ""

@@ -1,0 +1,230 @@
+"""The terminal report: one table per run, readable at 80 columns, made of TestRecords alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pytest_vram.quantities import format_bytes, format_percent
+from pytest_vram.record import TestRecord
+from pytest_vram.session import Summary
+from pytest_vram.verdict import largest_table, moment_table
+
+GAP = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line and how it is meant: ``""``, ``ok``, ``warn`` or ``fail``."""
+
+    text: str
+    mood: str = ""
+
+
+def report(
+    records: Sequence[TestRecord], summary: Summary, *, width: int = 80, verbosity: int = 0
+) -> list[Line]:
+    """Everything the terminal says about a run's marked tests; nothing if there were none.
+
+    Quiet (``verbosity`` below 0): only warnings, updates and problems. Verbose: ledgers too.
+    """
+    lines: list[Line] = []
+    if records and verbosity >= 0:
+        lines += table(records, width)
+        lines += [Line(text) for text in legend(records)]
+    if verbosity > 0:
+        for record in records:
+            lines += [Line(""), *(Line(text) for text in ledger(record))]
+    lines += remarks(records, verbosity)
+    lines += _updates(summary)
+    return lines
+
+
+# ---- the table
+
+
+def table(records: Sequence[TestRecord], width: int) -> list[Line]:
+    """Grouped by file; a test whose name does not fit has it on a line of its own."""
+    rows = [_cells(record) for record in records]
+    titles = ("device", "peak", "of budget", "baseline", "estimate", "scaler", "verdict")
+    # Columns that say nothing in this run are left out.
+    used = [at for at, title in enumerate(titles) if title in ("device", "peak", "verdict")
+            or any(row[at] for row in rows)]  # fmt: skip
+    sizes = {at: max(len(titles[at]), *(len(row[at]) for row in rows)) for at in used}
+    figures = sum(sizes.values()) + len(GAP) * len(used)
+    names = [_name(record) for record in records]
+    room = max(width - figures, 12)
+    name_width = min(room, max(len("test"), *(len(name) + 2 for name in names)))
+    lines = [Line("test".ljust(name_width) + _row(titles, used, sizes))]
+    file = None
+    for record, name, row in zip(records, names, rows, strict=True):
+        if record.file != file:
+            file = record.file
+            lines.append(Line(file))
+        label, mood = f"  {name}", _mood(record)
+        if len(label) > name_width:
+            lines.append(Line(label, mood))
+            label = ""
+        lines.append(Line((label.ljust(name_width) + _row(row, used, sizes)).rstrip(), mood))
+    return lines
+
+
+def _name(record: TestRecord) -> str:
+    return record.nodeid.partition("::")[2] or record.nodeid
+
+
+def _row(cells: Sequence[str], used: Sequence[int], sizes: dict[int, int]) -> str:
+    last = used[-1]
+    parts = [
+        cells[at].ljust(sizes[at]) if at in (0, last) else cells[at].rjust(sizes[at]) for at in used
+    ]
+    return GAP + GAP.join(parts)
+
+
+def _cells(record: TestRecord) -> tuple[str, ...]:
+    ledger, stored = record.ledger, record.stored or {}
+    peak = ledger.peak_allocated if ledger is not None else 0
+    failure = ledger.failure if ledger is not None else None
+    budget = f"{100 * peak / record.budget.peak:.0f} %" if record.budget.peak else ""
+    before = stored.get("peak_allocated")
+    estimate = record.estimate.peak_allocated if record.estimate is not None else None
+    scaler = ""
+    if record.scaler:
+        skipped = record.skipped_steps
+        scaler = f"{skipped} skipped" if skipped else f"{record.scaler[-1].scale_after:g}"
+    return (
+        record.environment.gpu,
+        "out" if failure is not None and record.verdict == "out-of-memory" else format_bytes(peak),
+        budget,
+        format_percent(peak - before, before) if before is not None else "",
+        format_percent(peak - estimate, estimate) if estimate is not None else "",
+        scaler,
+        record.verdict,
+    )
+
+
+def _mood(record: TestRecord) -> str:
+    if record.failures or record.outcome == "failed":
+        return "fail"
+    return "ok" if record.verdict == "ok" else "warn"
+
+
+# ---- what the figures stand for
+
+
+def legend(records: Sequence[TestRecord]) -> list[str]:
+    """Which devices answered, and which numbers were checked where."""
+    lines = []
+    for environment in dict.fromkeys(str(record.environment) for record in records):
+        lines.append(environment + (", to the byte and without values"
+                                    if environment.startswith("simulated") else ""))  # fmt: skip
+    checked = {"cuda": "on the GPU, in the same run", "cpu": "by a real run on the CPU"}
+    parts = []
+    for where, how in checked.items():
+        count = sum(record.numerics == where for record in records)
+        if count:
+            parts.append(f"{count} {how}")
+    missing = sum(not record.numerics for record in records)
+    if missing:
+        parts.append(f"{missing} not checked")
+    lines.append(f"numbers: {', '.join(parts)}")
+    return lines
+
+
+def ledger(record: TestRecord) -> list[str]:
+    """The ledger of one test, for ``-v``."""
+    found = record.ledger
+    if found is None:
+        return []
+    lines = [
+        f"{record.nodeid}  ({record.environment})",
+        f"  peak allocated {format_bytes(found.peak_allocated)} "
+        f"({found.peak_allocated} bytes), reserved {format_bytes(found.peak_reserved)} "
+        f"({format_bytes(found.cached)} of it cached)",
+    ]
+    lines += [f"  {line}" for line in moment_table(found.peak)]
+    if found.phases:
+        phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.phases.items())
+        lines.append(f"  peaks by phase: {phases}")
+    if found.steps:
+        live = ", ".join(format_bytes(step.live) for step in found.steps)
+        lines.append(f"  alive after each step: {live}")
+    if found.base_allocated:
+        lines.append(f"  held before the test, not counted: {format_bytes(found.base_allocated)}")
+    for name, (low, high) in found.bounds.items():
+        lines.append(f"  uncertain: {name} {format_bytes(low)} to {format_bytes(high)}")
+    lines += [f"  {line}" for line in largest_table(found.largest)]
+    lines += [f"  note: {note}" for note in record.notes]
+    if record.passes:
+        passes = ", ".join(f"{one.kind} {one.seconds:.1f} s" for one in record.passes)
+        lines.append(f"  passes: {passes}")
+    return lines
+
+
+# ---- sentences
+
+
+def remarks(records: Sequence[TestRecord], verbosity: int) -> list[Line]:
+    """Warnings in full; notes in full with ``-v``, else the frequent ones are counted."""
+    lines = []
+    for record in records:
+        for found in record.findings:
+            if found.severity == "warn":
+                lines += [Line(f"{_name(record)}: {text}" if at == 0 else text, "warn")
+                          for at, text in enumerate(found.text().splitlines())]  # fmt: skip
+            elif found.severity == "note" and found.kind != "no-baseline" and verbosity >= 0:
+                lines += [Line(f"{_name(record)}: {text}" if at == 0 else text)
+                          for at, text in enumerate(found.text().splitlines())]  # fmt: skip
+    if verbosity < 0:
+        return lines
+    lines += _grouped_notes(records) if verbosity == 0 else []
+    new = [record for record in records if _lacks_baseline(record)]
+    if new:
+        tests = "1 test has" if len(new) == 1 else f"{len(new)} tests have"
+        lines.append(Line(f"{tests} no baseline here: pytest --vram-update records it"))
+        for detail in dict.fromkeys(_baseline_details(new)):
+            lines.append(Line(f"  {detail}"))
+    return lines
+
+
+def _lacks_baseline(record: TestRecord) -> bool:
+    return any(
+        found.kind == "no-baseline" and found.severity == "note" for found in record.findings
+    )
+
+
+def _baseline_details(records: Iterable[TestRecord]) -> Iterable[str]:
+    for record in records:
+        for found in record.findings:
+            if found.kind == "no-baseline":
+                yield from (f"{_name(record)}: {detail}" for detail in found.details)
+
+
+def _grouped_notes(records: Sequence[TestRecord]) -> list[Line]:
+    """Each different note once, with the tests it is about."""
+    about: dict[str, list[str]] = {}
+    for record in records:
+        for note in record.notes:
+            about.setdefault(note, []).append(_name(record))
+    lines = []
+    for note, names in about.items():
+        who = names[0] if len(names) == 1 else f"{len(names)} tests"
+        lines.append(Line(f"{who}: {note}"))
+    return lines
+
+
+def _updates(summary: Summary) -> list[Line]:
+    lines = []
+    if summary.stale:
+        count = len(summary.stale)
+        tests = "1 baseline is" if count == 1 else f"{count} baselines are"
+        mood = "fail" if summary.failed else ""
+        lines.append(
+            Line(f"{tests} of tests that are gone: pytest --vram-update=prune removes them", mood)
+        )
+        lines += [Line(f"  {name}", mood) for name in summary.stale]
+    if summary.update:
+        lines.append(Line(f"vram baselines: {summary.update}", "ok"))
+    lines += [Line(f"vram baselines: {refusal}", "warn") for refusal in summary.refusals]
+    lines += [Line(f"vram baselines: {problem}", "fail") for problem in summary.problems]
+    return lines

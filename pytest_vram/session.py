@@ -1,0 +1,189 @@
+"""One pytest run in its controlling process: records come in, baselines are written, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_vram.baselines import BaselineError, Counts, Edit, Store, edit_for, split_id
+from pytest_vram.comparison import record_of
+from pytest_vram.record import TestRecord
+from pytest_vram.settings import Settings
+
+
+@dataclass
+class Collected:
+    """What one process collected: ids of marked tests, modules, and why that was not everything."""
+
+    marked: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+    filters: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "marked": sorted(self.marked),
+            "modules": sorted(self.modules),
+            "filters": self.filters,
+        }
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Collected:
+        return cls(set(raw["marked"]), set(raw["modules"]), list(raw["filters"]))
+
+    def add(self, other: Collected) -> None:
+        self.marked |= other.marked
+        self.modules |= other.modules
+        self.filters += [reason for reason in other.filters if reason not in self.filters]
+
+
+@dataclass
+class Summary:
+    """What there is to say at the end of a run. ``failed``: the run must not end green."""
+
+    update: str = ""
+    refusals: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
+    failed: bool = False
+
+
+class Session:
+    """Collects records and outcomes, then updates the store and says what was done."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.store = Store(settings.baselines, settings.rootdir)
+        self.collected = Collected()
+        self.summary = Summary()
+        #: Every attempt of every marked test, in the order of their reports.
+        self.attempts: dict[str, list[TestRecord]] = {}
+        self._bad: set[str] = set()  # items with any phase that did not simply pass
+        self._failed = 0  # failures of any test of the run
+        self._lost_workers: list[str] = []
+
+    @property
+    def records(self) -> list[TestRecord]:
+        """The last attempt of every marked test: the one that counts."""
+        return [attempts[-1] for attempts in self.attempts.values()]
+
+    # ---- while the run goes on
+
+    def report(
+        self, nodeid: str, when: str, outcome: str, record: Mapping[str, Any] | None
+    ) -> None:
+        """One phase of one test. ``outcome``: passed, failed, skipped, rerun, xfailed, xpassed."""
+        if outcome == "rerun":
+            self._bad.discard(nodeid)
+        elif outcome != "passed":
+            self._bad.add(nodeid)
+            self._failed += outcome in ("failed", "xpassed")
+        if when == "call" and record is not None:
+            made = TestRecord.from_dict(record).with_outcome(outcome)
+            self.attempts.setdefault(nodeid, []).append(made)
+
+    def lost_worker(self, name: str) -> None:
+        self._lost_workers.append(name)
+
+    # ---- at its end
+
+    def finish(self, stopped: str) -> Summary:
+        """Write what ``--vram-update`` asks for and judge stale entries. ``stopped`` says why the
+        run ended early, if it did. Called once, in the controlling process."""
+        settings, summary = self.settings, self.summary
+        edits, categories = self._updates()
+        prune = "prune" in settings.update
+        if prune or (self.attempts and not self.why_incomplete(stopped)):
+            reasons = self.why_incomplete(stopped)
+            if reasons:
+                summary.refusals.append(f"nothing was pruned: {'; '.join(reasons)}")
+            else:
+                stale = self._stale()
+                if prune:
+                    edits += stale
+                    categories += ["pruned"] * len(stale)
+                else:
+                    summary.stale = [f"{edit.module}::{edit.test}" for edit in stale]
+                    summary.failed = summary.failed or (settings.strict and bool(stale))
+        if settings.update:
+            self._write(edits, categories)
+        return summary
+
+    def _updates(self) -> tuple[list[Edit], list[str]]:
+        """Edits for tests that passed everything else, and the category of each test."""
+        edits, categories, left_out = [], [], 0
+        if not self.settings.update - {"prune"}:
+            return [], []
+        for record in self.records:
+            if record.ledger is None or record.nodeid in self._bad or record.failures:
+                left_out += 1
+                continue
+            key, now = record.environment.key, record_of(record.ledger, record.environment)
+            try:
+                stored = self.store.environments(record.nodeid).get(key)
+            except BaselineError:
+                left_out += 1  # its test failed for it already
+                continue
+            edit = edit_for(
+                record.nodeid, key, stored, now, record.budget.baseline, self.settings.update
+            )
+            if edit is not None:
+                edits.append(edit)
+            categories.append(edit.category if edit is not None else "unchanged")
+        if left_out:
+            self.summary.refusals.append(
+                f"{left_out} not recorded: only tests that pass everything else are"
+            )
+        return edits, categories
+
+    def _write(self, edits: list[Edit], categories: list[str]) -> None:
+        counts = Counts.of(categories)
+        if self.settings.dry_run:
+            self.summary.update = f"dry run, nothing was written; it would be: {counts}"
+            return
+        try:
+            self.store.write(edits)
+        except BaselineError as error:
+            self.summary.problems += str(error).splitlines()
+            self.summary.failed = True
+            return
+        self.summary.update = str(counts)
+
+    def why_incomplete(self, stopped: str) -> list[str]:
+        """Why this run cannot tell which stored entries are stale; empty if it can."""
+        reasons = list(self.collected.filters)
+        if stopped:
+            reasons.append(stopped)
+        if self._failed:
+            reasons.append(f"{self._failed} failed")
+        if self._lost_workers:
+            reasons.append(f"lost worker {', '.join(self._lost_workers)}")
+        return reasons
+
+    def _stale(self) -> list[Edit]:
+        """Removals of tests that no longer exist. A module that was not collected here but still
+        exists is not judged: it may be ignored, or skipped as a whole on this machine."""
+        edits = []
+        for module, _ in self.store.modules():
+            if module not in self.collected.modules and self._exists(module):
+                continue
+            try:
+                tests = self.store.tests(module)
+            except BaselineError as error:
+                self.summary.problems.append(str(error))
+                self.summary.failed = True
+                continue
+            edits += [
+                Edit(module, test, "", None, "pruned")
+                for test in tests
+                if f"{module}::{test}" not in self.collected.marked
+                and module not in self.collected.marked
+            ]
+        return edits
+
+    def _exists(self, module: str) -> bool:
+        return (self.settings.rootdir / module).is_file()
+
+
+def modules_of(nodeids: Iterable[str]) -> set[str]:
+    return {split_id(nodeid)[0] for nodeid in nodeids}
