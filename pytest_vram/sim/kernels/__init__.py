@@ -147,4 +147,27 @@ def argument(
 
 
 # The rules register themselves; they import the names above, hence the place.
-from pytest_vram.sim.kernels import gemm, losses, norms, reductions  # noqa: E402, F401
+from pytest_vram.sim.kernels import (  # noqa: E402
+    copies as copies,
+)
+from pytest_vram.sim.kernels import (
+    embedding as embedding,
+)
+from pytest_vram.sim.kernels import (
+    foreach as foreach,
+)
+from pytest_vram.sim.kernels import (
+    gemm as gemm,
+)
+from pytest_vram.sim.kernels import (
+    losses as losses,
+)
+from pytest_vram.sim.kernels import (
+    norms as norms,
+)
+from pytest_vram.sim.kernels import (
+    pointwise as pointwise,
+)
+from pytest_vram.sim.kernels import (
+    reductions as reductions,
+)

@@ -144,10 +144,8 @@ def nll_loss(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
     """The 2d variant resizes the total weight before the loss."""
-    order = (1, 0) if args[0].dim() == 4 else (0, 1)
     reduced = argument(args, kwargs, 3, "reduction", 1) != _NONE
-    if reduced or args[0].dim() != 4:
-        yield from (Out(i) for i in order)
+    yield from (Out(i) for i in ((1, 0) if args[0].dim() == 4 else (0, 1)))
     copies = []
     if reduced:
         weight = argument(args, kwargs, 2, "weight")
@@ -156,8 +154,6 @@ def nll_loss(
                 copies.append((name, size_of(operand), f"contiguous copy of the {name}"))
     for copy in copies:
         yield Take(*copy)
-    if not reduced and args[0].dim() == 4:
-        yield from (Out(i) for i in reversed(order))
     for name, _, _ in reversed(copies):
         yield Give(name)
 

@@ -111,3 +111,18 @@ def sums_norm_gradients_in_parts(version: Version) -> bool:
 def wide_group_statistics(version: Version) -> bool:
     """Group norm of 16-bit types computes its statistics in float tensors first."""
     return version >= (2, 12)
+
+
+def nests_tile_states(version: Version) -> bool:
+    """Whether the wheels' CUB aligns a scan's tile states once more (CCCL 3, CUDA 13)."""
+    return version >= (2, 12)
+
+
+def sorts_by_vocabulary(version: Version) -> bool:
+    """Embedding gradients sort only the bits that an index can have, instead of all."""
+    return version >= (2, 10)
+
+
+def fuses_embedding_segments(version: Version) -> bool:
+    """Since 2.11 embedding gradients with few, long segments are added atomically."""
+    return version >= (2, 11)
