@@ -42,19 +42,29 @@ class Block:
         "uses",
     )
 
-    def __init__(self, address: int, size: int, lane: Lane, shift: int = 0) -> None:
+    requested: int  # set when it is handed out
+    events: int  # streams that have not passed its end yet; set when it has to wait for some
+    born: int  # its pool's searches when it became free: the clock of garbage collection
+
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        lane: Lane,
+        shift: int = 0,
+        prev: Block | None = None,
+        next: Block | None = None,
+        state: int = ALLOCATED,
+    ) -> None:
         self.address = address
         self.size = size
         self.lane = lane
         self.shift = shift  # its place among free blocks is its address plus this
-        self.requested = 0
-        self.state = ALLOCATED
-        self.prev: Block | None = None
-        self.next: Block | None = None
+        self.prev = prev
+        self.next = next
+        self.state = state
         self.expandable: ExpandableSegment | None = None
         self.uses: set[int] | None = None  # other streams that use it
-        self.events = 0  # streams that have not passed the block's end yet
-        self.born = 0  # searches of its pool when it became free (garbage collection's clock)
 
     @property
     def stream(self) -> int:
@@ -68,9 +78,8 @@ class Block:
 
     def cut(self, size: int) -> Block:
         """Shorten the block to ``size`` bytes; what remains as a block of its own."""
-        rest = Block(self.address + size, self.size - size, self.lane, self.shift)
+        rest = Block(self.address + size, self.size - size, self.lane, self.shift, self, self.next)
         rest.expandable = self.expandable
-        rest.prev, rest.next = self, self.next
         if rest.next is not None:
             rest.next.prev = rest
         self.next = rest
@@ -89,7 +98,7 @@ class Block:
         return self
 
     def __repr__(self) -> str:
-        return f"Block({self.address:#x}, size={self.size}, requested={self.requested})"
+        return f"Block({self.address:#x}, size={self.size}, stream={self.stream})"
 
 
 class ExpandableSegment:

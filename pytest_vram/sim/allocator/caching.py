@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pytest_vram.sim.allocator.blocks import (
-    PLACE_BITS,
     ALLOCATED,
     FREE,
     GONE,
     PENDING,
+    PLACE_BITS,
     UNMAPPED,
     Block,
     Lane,
@@ -69,7 +69,6 @@ class CachingAllocator:
         self.index = device
         self.version = version
         self.stats = Statistics()
-        self._total = self.stats.total
         self.tracer: Listener | None = None
         self.free_memory_callbacks: list[Callable[[], bool]] = []
         self.out_of_memory_observers: list[Callable[[DeviceOutOfMemory], None]] = []
@@ -90,6 +89,7 @@ class CachingAllocator:
         self._by_block = version == (2, 12)
         self._by_segment = version >= (2, 13)
         self._places = 0
+        self._aged = False  # whether free blocks' ages ever counted
         self._allowed: int | None = None
         self._fraction: float | None = None
         self.conf = Config().updated(conf, version)
@@ -111,6 +111,7 @@ class CachingAllocator:
         conf = self.conf
         self._round = conf.round_size if conf.rounds_to_power2 else None
         self._ages = self._allowed is not None and conf.garbage_collection_threshold > 0
+        self._aged = self._aged or self._ages
         self._oversize = conf.max_split_size if conf.max_split_size < UNLIMITED else 0
         # Whether the first free block that is large enough may be the wrong one.
         self._picky = bool(self._oversize) or self._ages or conf.expandable_segments
@@ -156,7 +157,7 @@ class CachingAllocator:
     @property
     def peak_allocated(self) -> int:
         """``torch.cuda.max_memory_allocated()``."""
-        self.stats.settle(self.stats.small)
+        self.stats.look()
         return self.stats.total.peak_bytes
 
     @property
@@ -192,52 +193,50 @@ class CachingAllocator:
             block = lane.blocks.pop(keys.pop(at))
 
         tally = lane.tally
-        total = self._total
+        stats = self.stats
         block.state = ALLOCATED
-        split = block.prev is not None or block.next is not None
+        block.requested = size
+        after = block.next
+        split = after is not None or block.prev is not None
         rest = block.size - taken
         if rest >= lane.least_rest and (not self._oversize or self._may_split(lane, taken)):
+            block.size = taken
             address = block.address + taken
-            tail = Block(address, rest, lane, block.shift)
-            if self._by_block:
-                self.renumber(block, tail)
-            tail.state = FREE
-            tail.prev = block
-            tail.next = after = block.next
+            block.next = tail = Block(address, rest, lane, block.shift, block, after, FREE)
             if after is not None:
                 after.prev = tail
-            block.next = tail
-            block.size = taken
+            if self._by_block:
+                self.renumber(block, tail)
             key = (rest << PLACE_BITS) + address + tail.shift
             insort(keys, key)
             lane.blocks[key] = tail
-            if self._ages:
+            if self._aged:
                 tail.born = lane.pool.searches
             if block.expandable is not None:
                 tail.expandable = block.expandable
             elif split:
-                if tally.split_rising or total.split_rising:
-                    self.stats.settle_split(tally)
+                if stats.due_split:
+                    stats.look_split()
                 tally.split_bytes_out += taken
             else:
                 tally.split_in += 1
                 tally.split_bytes_in += rest
-                tally.split_rising = total.split_rising = True
+                stats.due_split = True
         else:
             taken += rest
             if split and block.expandable is None:
-                if tally.split_rising or total.split_rising:
-                    self.stats.settle_split(tally)
+                if stats.due_split:
+                    stats.look_split()
                 tally.split_out += 1
                 tally.split_bytes_out += taken
 
-        block.requested = size
-        tally.blocks_in += 1
-        tally.bytes_in += taken
+        tally.blocks_in = blocks = tally.blocks_in + 1
+        tally.bytes_in = came = tally.bytes_in + taken
         tally.requested_in += size
-        tally.rising = total.rising = True
+        if came > tally.due_bytes or blocks > tally.due_blocks:
+            stats.due = True
         if self._oversize and taken >= self._oversize:
-            self.stats.oversize_allocations.add()
+            stats.oversize_allocations.add()
         if self.tracer is not None:
             self.tracer("alloc", block.address, size, stream)
         return block
@@ -246,10 +245,10 @@ class CachingAllocator:
         """The program gives ``block`` up; it waits where other streams still use it."""
         if block.state != ALLOCATED:
             raise ValueError(f"{block!r} is not allocated")
+        stats = self.stats
+        if stats.due:
+            stats.look()
         tally = block.lane.tally
-        total = self._total
-        if tally.rising or total.rising:
-            self.stats.settle(tally)
         size = block.size
         tally.blocks_out += 1
         tally.bytes_out += size
@@ -300,23 +299,24 @@ class CachingAllocator:
         key = (whole << PLACE_BITS) + block.address + block.shift
         insort(keys, key)
         lane.blocks[key] = block
-        if self._ages:
+        if self._aged:
             block.born = lane.pool.searches
         if block.expandable is not None:
             return  # PyTorch leaves expandable segments out of inactive_split
+        stats = self.stats
         if before is not None or after is not None:
-            total = self._total
-            tally.split_bytes_in += size
             if merged == 0:
                 tally.split_in += 1
             elif merged == 2:
-                if tally.split_rising or total.split_rising:
-                    self.stats.settle_split(tally)
+                if stats.due_split:
+                    stats.look_split()
                 tally.split_out += 1
-            tally.split_rising = total.split_rising = True
+            tally.split_bytes_in = came = tally.split_bytes_in + size
+            if came > tally.due_split_bytes or tally.split_in > tally.due_split:
+                stats.due_split = True
         elif merged:
-            if tally.split_rising or self._total.split_rising:
-                self.stats.settle_split(tally)
+            if stats.due_split:
+                stats.look_split()
             tally.split_out += merged
             tally.split_bytes_out += whole - size
 
@@ -492,6 +492,7 @@ class CachingAllocator:
             allowed=self._allowed,
             in_private_pools=sum(cached),
             rejected=rejected,
+            expandable=self.conf.expandable_segments,
             device=self.index,
             version=self.version,
         )
@@ -593,7 +594,7 @@ class CachingAllocator:
             for block in lane.in_order()
             if not block.is_split
         ]
-        age = sum(searches - block.born for block in blocks)
+        age = sum(searches - _born(block) for block in blocks)
         candidates = len(blocks)
         reclaimed = 0
         found = True
@@ -601,10 +602,10 @@ class CachingAllocator:
             found = False
             average = age / candidates
             for block in blocks:
-                if block.state == FREE and searches - block.born >= average:
+                if block.state == FREE and searches - _born(block) >= average:
                     found = True
                     reclaimed += block.size
-                    age -= searches - block.born
+                    age -= searches - _born(block)
                     candidates -= 1
                     self._release(block)
 
@@ -623,9 +624,11 @@ class CachingAllocator:
     def _wait(self, block: Block) -> None:
         """``block`` was given up, but other streams use it still."""
         block.state = PENDING
+        block.events = 0
         tally = block.lane.tally
         tally.late += 1
         tally.late_bytes += block.size
+        self.stats.look()
         if self._captures:
             self._deferred.append(block)
         else:
@@ -671,8 +674,8 @@ class CachingAllocator:
             self._return(block)
 
     def _return(self, block: Block) -> None:
+        self.stats.look()
         tally = block.lane.tally
-        self.stats.settle(tally)
         tally.late -= 1
         tally.late_bytes -= block.size
         self._cache(block)
@@ -753,6 +756,8 @@ class CachingAllocator:
         # PyTorch notes the limit once, at the start.
         limit = -1 if self._initial_max_split == UNLIMITED else self._initial_max_split
         stats = dict(self.stats.items(limit))
+        if self.version >= (2, 12):
+            stats["num_oom_rejections"] = self.stats.oom_rejections
         for owner in self._private.values():
             stats.update(owner.items())
         return dict(sorted(stats.items()))
@@ -764,6 +769,11 @@ class CachingAllocator:
     def restore(self, segments: Iterable[Mapping[str, Any]]) -> dict[int, Block]:
         """Take up a recorded state, while still unused; the blocks in use, by address."""
         return restore(self, segments)
+
+
+def _born(block: Block) -> int:
+    """When it became free; blocks from before ages counted are as old as the clock."""
+    return getattr(block, "born", 0)
 
 
 def _room(block: Block) -> int:

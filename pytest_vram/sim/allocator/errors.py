@@ -20,7 +20,8 @@ class DeviceOutOfMemory(MemoryError):
     ``requested`` is what the caller asked for, ``segment`` what the allocator then asked the
     device for (PyTorch's message names that one). ``allowed`` is the ceiling that a memory
     fraction sets, None without one; ``in_private_pools`` is cached in graph and memory pools.
-    ``rejected``: throw_on_cudamalloc_oom made it fail before the device was asked.
+    ``rejected``: throw_on_cudamalloc_oom made it fail before the device was asked. ``expandable``:
+    expandable segments were on, so that newer versions don't recommend them.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class DeviceOutOfMemory(MemoryError):
         allowed: int | None = None,
         in_private_pools: int = 0,
         rejected: bool = False,
+        expandable: bool = False,
         device: int = 0,
         version: tuple[int, int] = (2, 14),
     ) -> None:
@@ -49,6 +51,7 @@ class DeviceOutOfMemory(MemoryError):
         self.allowed = allowed
         self.in_private_pools = in_private_pools
         self.rejected = rejected
+        self.expandable = expandable
         self.device = device
         self.version = version
         super().__init__(self.message())
@@ -64,12 +67,6 @@ class DeviceOutOfMemory(MemoryError):
                 "per_process_memory_fraction limit. Requested size: "
                 f"{format_size(self.segment)}"
             )
-        page = (
-            "docs.pytorch.org/docs/stable/notes/cuda.html"
-            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
-            if self.version >= (2, 10)
-            else "pytorch.org/docs/stable/notes/cuda.html#environment-variables"
-        )
         allowed = "" if self.allowed is None else f"{format_size(self.allowed)} allowed; "
         pools = self.in_private_pools
         private = (
@@ -83,8 +80,20 @@ class DeviceOutOfMemory(MemoryError):
             f"of which {format_size(self.free)} is free. {process}{allowed}"
             f"Of the allocated memory {format_size(self.allocated + pools)} is allocated by "
             f"PyTorch, {private}and {format_size(self.reserved - self.allocated - pools)} is "
-            "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
-            f"setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
-            "documentation for Memory Management  "
-            f"(https://{page})"
+            f"reserved by PyTorch but unallocated.{self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        if self.expandable and self.version >= (2, 13):
+            return ""
+        page = (
+            "docs.pytorch.org/docs/stable/notes/cuda.html"
+            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
+            if self.version >= (2, 10)
+            else "pytorch.org/docs/stable/notes/cuda.html#environment-variables"
+        )
+        return (
+            " If reserved but unallocated memory is large try setting"
+            " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+            f"  See documentation for Memory Management  (https://{page})"
         )

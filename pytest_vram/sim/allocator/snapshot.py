@@ -50,7 +50,7 @@ def _describe_range(head: Block, device: int) -> tuple[dict[str, Any], Block | N
             {
                 "address": block.address,
                 "size": block.size,
-                "requested_size": block.requested,
+                "requested_size": 0 if block.state == FREE else block.requested,
                 "state": _STATES[block.state],
                 "frames": [],
             }
@@ -97,7 +97,8 @@ def restore(allocator: CachingAllocator, segments: Iterable[Mapping[str, Any]]) 
         if lane.pool.owner is not None:
             lane.pool.owner.mallocs += 1
         last[lane] = _restore_blocks(head, segment["blocks"], live)
-    allocator.stats.settle_all()
+    allocator.stats.look()
+    allocator.stats.look_split()
     return live
 
 

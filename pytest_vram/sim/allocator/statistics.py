@@ -2,8 +2,8 @@
 
 PyTorch updates up to thirty figures at every allocation. Here an event adds to three sums of its
 size class; everything else is a difference or a maximum of those and is worked out when somebody
-asks. A peak needs a look only where a figure begins to fall after it rose: between two such
-turning points the last value is the highest.
+asks. A peak needs a look only where a figure begins to fall, and only if enough came since the last
+look that it could have been exceeded: what may come until then is worked out at each look.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIGURES = {
 
 
 class Peaks:
-    """The highest value each figure had, and whether a look at it is due."""
+    """The highest value each figure had; right after a look."""
 
     __slots__ = (
         "peak_active",
@@ -37,8 +37,6 @@ class Peaks:
         "peak_segments",
         "peak_split",
         "peak_split_bytes",
-        "rising",
-        "split_rising",
     )
 
     def __init__(self) -> None:
@@ -46,15 +44,18 @@ class Peaks:
         self.peak_active = self.peak_active_bytes = 0
         self.peak_split = self.peak_split_bytes = 0
         self.peak_segments = self.peak_reserved = 0
-        self.rising = False  # blocks came since the last look
-        self.split_rising = False  # inactive split blocks came since the last look
+
+    def raise_active(self, blocks: int, size: int) -> None:
+        self.peak_active = max(self.peak_active, blocks)
+        self.peak_active_bytes = max(self.peak_active_bytes, size)
 
 
 class Tally(Peaks):
-    """What came and what went: small blocks, or large ones.
+    """What came and went: small blocks, or large ones.
 
     ``late`` blocks were given up by the program while another stream still used them: PyTorch
-    calls them active but no longer allocated.
+    calls them active but no longer allocated. When more came than a ``due_*`` says, the next fall
+    has to be preceded by a look.
     """
 
     __slots__ = (
@@ -62,6 +63,10 @@ class Tally(Peaks):
         "blocks_out",
         "bytes_in",
         "bytes_out",
+        "due_blocks",
+        "due_bytes",
+        "due_split",
+        "due_split_bytes",
         "late",
         "late_bytes",
         "requested_in",
@@ -78,11 +83,11 @@ class Tally(Peaks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks_in = self.blocks_out = 0
-        self.bytes_in = self.bytes_out = 0
+        self.blocks_in = self.blocks_out = self.due_blocks = 0
+        self.bytes_in = self.bytes_out = self.due_bytes = 0
         self.requested_in = self.requested_out = 0
-        self.split_in = self.split_out = 0
-        self.split_bytes_in = self.split_bytes_out = 0
+        self.split_in = self.split_out = self.due_split = 0
+        self.split_bytes_in = self.split_bytes_out = self.due_split_bytes = 0
         self.segments_in = self.segments_out = 0
         self.reserved_in = self.reserved_out = 0
         self.late = self.late_bytes = 0
@@ -131,6 +136,7 @@ class Statistics:
         self.small = Tally()
         self.large = Tally()
         self.total = Peaks()
+        self.due = self.due_split = False  # whether a look must precede the next fall
         self.oversize_allocations = Flow()
         self.oversize_segments = Flow()
         self.alloc_retries = 0
@@ -143,84 +149,120 @@ class Statistics:
 
     # -- peaks ---------------------------------------------------------------------------------
 
-    def settle(self, tally: Tally) -> None:
-        """Look at the figures of allocated blocks, before they fall."""
-        if tally.rising:
-            tally.rising = False
-            blocks = tally.blocks_in - tally.blocks_out
-            if blocks > tally.peak_blocks:
-                tally.peak_blocks = blocks
-            size = tally.bytes_in - tally.bytes_out
-            if size > tally.peak_bytes:
-                tally.peak_bytes = size
-            requested = tally.requested_in - tally.requested_out
-            if requested > tally.peak_requested:
-                tally.peak_requested = requested
-            if tally.late:
-                tally.peak_active = max(tally.peak_active, blocks + tally.late)
-                tally.peak_active_bytes = max(tally.peak_active_bytes, size + tally.late_bytes)
-        total = self.total
-        if total.rising:
-            total.rising = False
-            small, large = self.small, self.large
-            blocks = small.blocks_in - small.blocks_out + large.blocks_in - large.blocks_out
-            if blocks > total.peak_blocks:
-                total.peak_blocks = blocks
-            size = small.bytes_in - small.bytes_out + large.bytes_in - large.bytes_out
-            if size > total.peak_bytes:
-                total.peak_bytes = size
-            requested = (
-                small.requested_in - small.requested_out + large.requested_in - large.requested_out
-            )
-            if requested > total.peak_requested:
-                total.peak_requested = requested
-            if small.late or large.late:
-                late = small.late_bytes + large.late_bytes
-                total.peak_active = max(total.peak_active, blocks + small.late + large.late)
-                total.peak_active_bytes = max(total.peak_active_bytes, size + late)
+    def look(self) -> None:
+        """Bring the peaks of what is held up to date, and say when the next look is due.
 
-    def settle_split(self, tally: Tally) -> None:
-        """Look at the figures of inactive split blocks, before they fall."""
-        if tally.split_rising:
-            tally.split_rising = False
-            split = tally.split_in - tally.split_out
-            if split > tally.peak_split:
-                tally.peak_split = split
-            size = tally.split_bytes_in - tally.split_bytes_out
-            if size > tally.peak_split_bytes:
-                tally.peak_split_bytes = size
-        total = self.total
-        if total.split_rising:
-            total.split_rising = False
-            small, large = self.small, self.large
-            split = small.split_in - small.split_out + large.split_in - large.split_out
-            if split > total.peak_split:
-                total.peak_split = split
-            size = (
-                small.split_bytes_in
-                - small.split_bytes_out
-                + large.split_bytes_in
-                - large.split_bytes_out
-            )
-            if size > total.peak_split_bytes:
-                total.peak_split_bytes = size
+        Written out in full because it runs at every tenth event or so.
+        """
+        small, large, total = self.small, self.large, self.total
+        self.due = False
+        small_blocks = small.blocks_in - small.blocks_out
+        large_blocks = large.blocks_in - large.blocks_out
+        small_bytes = small.bytes_in - small.bytes_out
+        large_bytes = large.bytes_in - large.bytes_out
+        small_requested = small.requested_in - small.requested_out
+        large_requested = large.requested_in - large.requested_out
+        if small_blocks > small.peak_blocks:
+            small.peak_blocks = small_blocks
+        if large_blocks > large.peak_blocks:
+            large.peak_blocks = large_blocks
+        if small_bytes > small.peak_bytes:
+            small.peak_bytes = small_bytes
+        if large_bytes > large.peak_bytes:
+            large.peak_bytes = large_bytes
+        if small_requested > small.peak_requested:
+            small.peak_requested = small_requested
+        if large_requested > large.peak_requested:
+            large.peak_requested = large_requested
+        blocks_left = total.peak_blocks - small_blocks - large_blocks
+        if blocks_left < 0:
+            total.peak_blocks -= blocks_left
+            blocks_left = 0
+        bytes_left = total.peak_bytes - small_bytes - large_bytes
+        if bytes_left < 0:
+            total.peak_bytes -= bytes_left
+            bytes_left = 0
+        requested_left = total.peak_requested - small_requested - large_requested
+        if requested_left < 0:
+            total.peak_requested -= requested_left
+            requested_left = 0
+        # An allocation adds no more requested bytes than block bytes, so one limit serves both.
+        # What the total has left is divided: a sixteenth of the bytes, and half of the blocks, may
+        # come as small ones.
+        if requested_left < bytes_left:
+            bytes_left = requested_left
+        small.due_blocks = small.blocks_in + min(small.peak_blocks - small_blocks, blocks_left >> 1)
+        large.due_blocks = large.blocks_in + min(large.peak_blocks - large_blocks, blocks_left >> 1)
+        small.due_bytes = small.bytes_in + min(
+            small.peak_bytes - small_bytes,
+            small.peak_requested - small_requested,
+            bytes_left >> 4,
+        )
+        large.due_bytes = large.bytes_in + min(
+            large.peak_bytes - large_bytes,
+            large.peak_requested - large_requested,
+            bytes_left - (bytes_left >> 4),
+        )
+        if small.late or large.late:
+            self._look_late()
 
-    def settle_all(self) -> None:
-        """Look at every figure; afterwards all peaks are right."""
+    def _look_late(self) -> None:
+        """The active figures, where they differ: rare enough to look at every allocation."""
+        late = late_bytes = 0
         for tally in (self.small, self.large):
-            self.settle(tally)
-            self.settle_split(tally)
-        # Without late blocks the active figures are the allocated ones.
-        for peaks in (self.small, self.large, self.total):
-            peaks.peak_active = max(peaks.peak_active, peaks.peak_blocks)
-            peaks.peak_active_bytes = max(peaks.peak_active_bytes, peaks.peak_bytes)
+            tally.due_blocks, tally.due_bytes = tally.blocks_in, tally.bytes_in
+            late += tally.late
+            late_bytes += tally.late_bytes
+            tally.raise_active(
+                tally.blocks_in - tally.blocks_out + tally.late,
+                tally.bytes_in - tally.bytes_out + tally.late_bytes,
+            )
+        small, large = self.small, self.large
+        self.total.raise_active(
+            small.blocks_in - small.blocks_out + large.blocks_in - large.blocks_out + late,
+            small.bytes_in - small.bytes_out + large.bytes_in - large.bytes_out + late_bytes,
+        )
+
+    def look_split(self) -> None:
+        """The same for inactive split blocks."""
+        small, large, total = self.small, self.large, self.total
+        self.due_split = False
+        small_blocks = small.split_in - small.split_out
+        large_blocks = large.split_in - large.split_out
+        small_bytes = small.split_bytes_in - small.split_bytes_out
+        large_bytes = large.split_bytes_in - large.split_bytes_out
+        if small_blocks > small.peak_split:
+            small.peak_split = small_blocks
+        if large_blocks > large.peak_split:
+            large.peak_split = large_blocks
+        if small_bytes > small.peak_split_bytes:
+            small.peak_split_bytes = small_bytes
+        if large_bytes > large.peak_split_bytes:
+            large.peak_split_bytes = large_bytes
+        blocks_left = total.peak_split - small_blocks - large_blocks
+        if blocks_left < 0:
+            total.peak_split -= blocks_left
+            blocks_left = 0
+        bytes_left = total.peak_split_bytes - small_bytes - large_bytes
+        if bytes_left < 0:
+            total.peak_split_bytes -= bytes_left
+            bytes_left = 0
+        small.due_split = small.split_in + min(small.peak_split - small_blocks, blocks_left >> 1)
+        large.due_split = large.split_in + min(large.peak_split - large_blocks, blocks_left >> 1)
+        small.due_split_bytes = small.split_bytes_in + min(
+            small.peak_split_bytes - small_bytes, bytes_left >> 4
+        )
+        large.due_split_bytes = large.split_bytes_in + min(
+            large.peak_split_bytes - large_bytes, bytes_left - (bytes_left >> 4)
+        )
 
     def reset_peak(self) -> None:
-        self.settle_all()
         for scope, peaks in self._scopes():
             for figure in FIGURES.values():
                 came, went = self._flow(scope, figure)
                 setattr(peaks, f"peak_{figure}", came - went)
+        self.look()
+        self.look_split()
         for oversize in (self.oversize_allocations, self.oversize_segments):
             oversize.reset_peak()
 
@@ -267,7 +309,11 @@ class Statistics:
 
     def items(self, max_split_size: int) -> Iterator[tuple[str, int]]:
         """``torch.cuda.memory_stats()``, key by key."""
-        self.settle_all()
+        self.look()
+        self.look_split()
+        # Without late blocks the active figures are the allocated ones.
+        for _, peaks in self._scopes():
+            peaks.raise_active(peaks.peak_blocks, peaks.peak_bytes)
         for name, figure in FIGURES.items():
             for scope, peaks in self._scopes():
                 came, went = self._flow(scope, figure)
@@ -281,7 +327,6 @@ class Statistics:
         yield from self.oversize_segments.items("oversize_segments")
         yield "num_alloc_retries", self.alloc_retries
         yield "num_ooms", self.ooms
-        yield "num_oom_rejections", self.oom_rejections
         yield "num_sync_all_streams", self.sync_all_streams
         yield "num_device_alloc", self.device_allocs
         yield "num_device_free", self.device_frees
