@@ -14,6 +14,7 @@ from pytest_vram import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan", "Does it fit, on which cards, and if not, what to change? From formulas."),
     "gpus": ("gpus", "The cards that can be planned for and simulated."),
+    "explain": ("explain", "Ledger and largest tensors of a PyTorch memory snapshot."),
     "completion": ("completion", "Print the shell code that completes commands and options."),
 }
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_vram.sim.allocator import Block, CachingAllocator
-from pytest_vram.sim.allocator.blocks import ALLOCATED, FREE, Lane
+from pytest_vram.sim.allocator.blocks import ALLOCATED, FREE, PENDING, Lane
 
 #: ``(action, address, size, stream)``: what is used of PyTorch's trace entry.
 Entry = tuple[str, int, int, int]
@@ -209,7 +209,7 @@ class _Follower(CachingAllocator):
 
     def _free_completed(self, address: int) -> None:
         block = self._live.pop(address)
-        if block.events:
+        if block.state == PENDING:
             self._events.clear()
             self._pass_event(block)
 

@@ -144,7 +144,10 @@ def show_plan(plan: Plan) -> None:
         if peak.bills[name] or plan.bills[name]
     ]
     rows.append(("total", format_bytes(peak.total), format_bytes(plan.textbook)))
-    table(("bill, one rank" if setup.parallel.ranks > 1 else "bill", "at the peak", "textbook sum"), rows)
+    table(
+        ("bill, one rank" if setup.parallel.ranks > 1 else "bill", "at the peak", "textbook sum"),
+        rows,
+    )
     say()
     say(f"Peak: {both(plan.peak)} allocated, {peak.name}.")
     worst = plan.dominating
