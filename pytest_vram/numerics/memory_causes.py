@@ -1,0 +1,425 @@
+"""Why memory is what it is: faults in how a step uses memory, from a settled Trace and what
+:class:`~pytest_vram.numerics.memory_watch.MemoryWatch` saw. Pure functions; all sizes are bytes.
+
+``judge`` returns what is wrong in itself (leaks, survivors, checkpointing that does nothing, old
+gradients, fragmentation); ``explain`` what a failing budget or baseline consists of (logits in
+fp32, copies, masks, promotion, foreach temporaries, cached casts): legitimate elsewhere, so it is
+only asked for next to a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from pytest_vram.findings import Finding, Severity
+from pytest_vram.numerics.lives import Life, Lives, in_words
+from pytest_vram.numerics.memory_watch import SUSPICIOUS, Holder, Observed
+from pytest_vram.quantities import format_bytes
+from pytest_vram.sim.allocator import Block, CachingAllocator
+from pytest_vram.trace import Trace
+
+#: Below this nothing is worth a word: it is lost in rounding and workspaces.
+_SMALL = 1 << 20
+_OWNED = {"parameters", "gradients", "optimizer_state", "master_weights", "buffers", "workspace"}
+
+
+def judge(
+    trace: Trace,
+    observed: Observed,
+    *,
+    growth: int = 64 << 10,
+    attention: Sequence[Any] = (),
+) -> tuple[Finding, ...]:
+    """Faults of one pass. ``growth``: the marker's allowance per step; ``attention``: the
+    simulation's choices of attention kernels (``Simulation.attention``)."""
+    lives = Lives(trace)
+    found = [
+        *leaks(observed, growth),
+        *survivors(lives, observed),
+        *checkpointing(lives, observed),
+        *old_gradients(lives, observed),
+        *loaded_twice(observed),
+        *fragmentation(lives),
+        *math_attention(lives, attention),
+        *compiled(observed),
+    ]
+    return tuple(found)
+
+
+def _cause(
+    severity: Severity,
+    sentence: str,
+    *details: str,
+    hint: str = "",
+    kind: str = "memory-cause",
+    **data: Any,
+) -> Finding:
+    return Finding(kind, severity, sentence, details, hint, data)
+
+
+def _matters(size: int, lives: Lives) -> bool:
+    return size >= max(_SMALL, lives.peak // 20)
+
+
+# ---- leaks
+
+
+def leaks(observed: Observed, growth: int) -> list[Finding]:
+    """Growth from repetition to repetition, and its kind: cycle, graph, container or other."""
+    allowed = max(growth, 1)
+    steps = [after - before for before, after in pairwise(observed.alive)]
+    last = steps[1:][-3:]  # workspaces, gradients and optimizer states arrive with the first step
+    if observed.collected > SUSPICIOUS and observed.collected > allowed:
+        return [_cycle(observed)]
+    if len(last) >= 2 and min(last) > allowed:
+        return [_growth(observed, last)]
+    if observed.graphs:
+        holder = observed.graphs[0]
+        counts = ", ".join(map(str, holder.nodes))
+        return [
+            _cause(
+                "fail",
+                f"the graph behind {holder.who} grows with every step ({counts} nodes): it keeps "
+                "the graphs of all steps so far",
+                f"seen at {holder.line}",
+                hint="add up numbers, not tensors with a graph: total += loss.item() or "
+                "loss.detach()",
+                kind="leak",
+                nodes=list(holder.nodes),
+            )
+        ]
+    return []
+
+
+def _alive_line(observed: Observed) -> str:
+    shown = ", ".join(format_bytes(size) for size in observed.alive[:6])
+    return f"alive as each step begins: {shown}"
+
+
+def _cycle(observed: Observed) -> Finding:
+    who = f" (objects of type {observed.cycle})" if observed.cycle else ""
+    return _cause(
+        "fail",
+        f"live bytes grow from step to step, but gc.collect() releases "
+        f"{format_bytes(observed.collected)}: a reference cycle holds tensors, not a leak{who}",
+        _alive_line(observed),
+        hint="break the cycle (del, weakref) or hold the tensor outside of it: the collector runs "
+        "by object counts, not by bytes",
+        kind="leak",
+        collected=observed.collected,
+    )
+
+
+def _growth(observed: Observed, last: list[int]) -> Finding:
+    if observed.graphs:
+        holder = observed.graphs[0]
+        counts = ", ".join(map(str, holder.nodes))
+        why = f"{holder.who} has a grad_fn and keeps every step's graph ({counts} nodes)"
+        hint = "add up numbers, not tensors with a graph: total += loss.item() or loss.detach()"
+        line = holder.line
+    elif observed.containers:
+        why = f"{observed.containers[0]} keeps tensors of past steps"
+        hint, line = "store .item() or .detach().cpu(), or clear it each step", ""
+    else:
+        why = "something keeps tensors of past steps (a hook, a global, a cache)"
+        hint, line = "look for attributes and closures that store tensors", ""
+    return _cause(
+        "fail",
+        f"live memory grows by {format_bytes(min(last))} or more per step, {len(last)} times in a "
+        f"row: {why}",
+        _alive_line(observed),
+        *([f"seen at {line}"] if line else []),
+        hint=hint,
+        kind="leak",
+        growth=last,
+    )
+
+
+# ---- survivors
+
+
+def survivors(lives: Lives, observed: Observed) -> list[Finding]:
+    """Tensors of a finished step that are alive when the next one begins: peak or not, they are
+    in the way of everything that runs between steps."""
+    found = []
+    attributes = [h for h in observed.holders if h.who.startswith("attribute")]
+    variables = [h for h in observed.holders if h.who.startswith("variable")]
+    for holders, maker in ((attributes, _attributes), (variables, _variables)):
+        for number in sorted({holder.repetition for holder in holders}):
+            kept = _kept([h for h in holders if h.repetition == number], lives)
+            size = sum(life.block for _, life in kept)
+            if kept and _matters(size, lives):
+                found.append(maker(kept, size, number))
+                break
+    return found
+
+
+def _kept(holders: list[Holder], lives: Lives) -> list[tuple[Holder, Life]]:
+    """Each held tensor with the allocation behind it: made in a forward or backward of the step
+    before, and alive when this repetition began."""
+    free = [
+        life
+        for life in lives.alive_at(lives.repetition(holders[0].repetition))
+        if life.bill not in _OWNED
+        and life.bill not in ("inputs", "autocast_cache")
+        and life.phase.name not in ("setup", "between")
+    ]
+    kept = []
+    for holder in holders:
+        for life in free:
+            if life.dtype == holder.dtype and life.requested == holder.size:
+                kept.append((holder, life))
+                free.remove(life)
+                break
+    return kept
+
+
+def _attributes(kept: list[tuple[Holder, Life]], size: int, repetition: int) -> Finding:
+    names = list(dict.fromkeys(holder.who for holder, _ in kept))
+    first, life = kept[0]
+    owner = names[0].partition(" of module ")[2]
+    return _cause(
+        "warn",
+        f"{len(kept)} tensors stored on modules survive the step ({format_bytes(size)}): "
+        f"{in_words(first.dtype, first.shape)} as {names[0]}"
+        + (f", and {len(names) - 1} more attributes" if len(names) > 1 else ""),
+        *(f"{who}" for who in names[:8]),
+        f"neither parameters nor buffers, still alive as step {repetition} begins",
+        f"allocated at {life.frame} by {life.operator}",
+        *_copies_of_weights(kept),
+        hint=f"reset the attribute after use, or store .detach() of what is needed (first seen at "
+        f"{owner}); saves {format_bytes(size)} between steps",
+        bytes=size,
+        attributes=names,
+    )
+
+
+def _copies_of_weights(kept: list[tuple[Holder, Life]]) -> list[str]:
+    """fp8 training keeps its casts beside the weight: three representations of one tensor."""
+    low = [holder for holder, _ in kept if holder.dtype.startswith("float8")]
+    if not low:
+        return []
+    size = sum(holder.size for holder in low)
+    kinds = ", ".join(sorted({holder.who.split("'")[1] for holder in low}))
+    return [f"copies of weights in {low[0].dtype} ({kinds}): {format_bytes(size)} beside them"]
+
+
+def _variables(kept: list[tuple[Holder, Life]], size: int, repetition: int) -> Finding:
+    first, life = max(kept, key=lambda pair: pair[1].block)
+    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    return _cause(
+        "warn",
+        f"after step {repetition - 1} is over {in_words(first.dtype, first.shape)} is still alive "
+        f"({format_bytes(size)}{' in all' if more else ''}): {first.who}{more}",
+        f"allocated at {life.frame} by {life.operator}",
+        f"still alive as step {repetition} begins",
+        hint=f"del {first.who.split(chr(39))[1]} after backward, or keep the loop body in a "
+        f"function; saves {format_bytes(size)} in the next forward",
+        bytes=size,
+        variables=[holder.who for holder, _ in kept],
+    )
+
+
+# ---- checkpointing
+
+
+def checkpointing(lives: Lives, observed: Observed) -> list[Finding]:
+    if not observed.backwards:
+        return []
+    recomputed = [life for life in lives.all if life.recomputed]
+    if observed.flags and not observed.checkpoints and not recomputed:
+        held = lives.bill_at_peak("activations")
+        return [
+            _cause(
+                "fail",
+                f"checkpointing was requested ({observed.flags[0]}"
+                + (f" and {len(observed.flags) - 1} more" if len(observed.flags) > 1 else "")
+                + "), but 0 operators were recomputed in backward: activations hold "
+                f"{format_bytes(held)} as without it",
+                *observed.flags[:6],
+                hint="set the flag on the blocks that run (model.gradient_checkpointing_enable()), "
+                "not only on the wrapper",
+                flags=observed.flags,
+                activations=held,
+            )
+        ]
+    return _one_segment(lives, observed, recomputed)
+
+
+def _one_segment(lives: Lives, observed: Observed, recomputed: list[Life]) -> list[Finding]:
+    """All activations come back at once in backward: the segment is too large to help."""
+    per_backward: dict[int, int] = {}
+    for _, number in observed.checkpoints:
+        per_backward[number] = per_backward.get(number, 0) + 1
+    if not per_backward or max(per_backward.values()) != 1:
+        return []
+    at_peak = [life for life in lives.alive_at(lives.peak_at) if life.recomputed]
+    back = sum(life.block for life in at_peak)
+    held = lives.bill_at_peak("activations")
+    if not _matters(back, lives) or back * 2 < held:
+        return []
+    line = observed.checkpoints[0][0]
+    return [
+        _cause(
+            "warn",
+            f"checkpointing at {line} has one segment, too large to help: the peak moved to "
+            f"backward, where {format_bytes(back)} of {format_bytes(held)} activations are "
+            "recomputed at once",
+            f"peak {format_bytes(lives.peak)} in {lives.peak_phase}",
+            hint="checkpoint each block (checkpoint_sequential with as many segments as blocks); a "
+            f"segment of one in k blocks holds about 1/k of the {format_bytes(back)}",
+            recomputed=back,
+            activations=held,
+        )
+    ]
+
+
+# ---- gradients and states
+
+
+def old_gradients(lives: Lives, observed: Observed) -> list[Finding]:
+    """Gradients of an earlier step beside the new activations."""
+    if lives.peak_phase.name in ("backward", "optimizer", "setup", "between"):
+        return []
+    step = lives.peak_phase.step
+    old = [
+        life
+        for life in lives.alive_at(lives.peak_at)
+        if life.bill == "gradients" and 0 < life.phase.step < step
+    ]
+    size = sum(life.block for life in old)
+    if not _matters(size, lives):
+        return []
+    keeps = observed.zero_keeps
+    return [
+        _cause(
+            "warn",
+            f"at the {lives.peak_phase.name} peak (step {step}) gradients of step "
+            f"{max(life.phase.step for life in old)} are still alive: {format_bytes(size)}, which "
+            "step 1 did not have",
+            f"{len(old)} gradients, the largest {in_words(*_widest(old))}",
+            *([f"zero_grad at {keeps} keeps them (set_to_none=False)"] if keeps else []),
+            hint="call optimizer.zero_grad(set_to_none=True) before the forward, right after the "
+            f"step; saves {format_bytes(size)} at the peak",
+            bytes=size,
+        )
+    ]
+
+
+def _widest(lives: list[Life]) -> tuple[str, tuple[int, ...] | None]:
+    life = max(lives, key=lambda one: one.block)
+    return life.dtype, life.shape
+
+
+def loaded_twice(observed: Observed) -> list[Finding]:
+    found = []
+    for line, size in observed.loaded[:1]:
+        if size >= _SMALL:
+            found.append(
+                _cause(
+                    "warn",
+                    f"the state that was loaded at {line} is still alive beside the optimizer's "
+                    f"own copy: {format_bytes(size)} twice",
+                    hint="load it to the CPU (torch.load(..., map_location='cpu')) and drop it "
+                    f"(del checkpoint); saves {format_bytes(size)}",
+                    bytes=size,
+                )
+            )
+    return found
+
+
+# ---- the allocator
+
+
+def fragmentation(lives: Lives) -> list[Finding]:
+    """Much reserved, little of it used: growing sizes do not fit into the holes of smaller ones."""
+    unused = lives.peak_reserved - lives.peak
+    if unused < 256 << 20 or lives.peak_reserved < lives.peak * 1.5:
+        return []
+    better = peak_reserved_under(lives.trace, "expandable_segments:True")
+    saved = f"peak reserved {format_bytes(better)} instead of {format_bytes(lives.peak_reserved)}"
+    return [
+        _cause(
+            "warn",
+            f"fragmentation: reserved {format_bytes(lives.peak_reserved)} is x"
+            f"{lives.peak_reserved / max(1, lives.peak):.1f} of the peak allocated "
+            f"{format_bytes(lives.peak)}; {format_bytes(unused)} are cached in blocks that later "
+            "requests do not fit",
+            *_growing_requests(lives),
+            hint=f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {saved}"
+            if better < lives.peak_reserved * 0.9
+            else "pad to a few fixed lengths, the largest first, or call empty_cache() between them",
+            reserved=lives.peak_reserved,
+            allocated=lives.peak,
+            expandable=better,
+        )
+    ]
+
+
+def peak_reserved_under(trace: Trace, conf: str) -> int:
+    """What the same requests would reserve under another ``PYTORCH_CUDA_ALLOC_CONF``."""
+    allocator = CachingAllocator(1 << 46, conf)
+    blocks: dict[int, Block] = {}
+    for event in trace.events:
+        if event.kind == "alloc":
+            allocation = trace.allocations[event.index]
+            blocks[event.index] = allocator.malloc(allocation.requested, allocation.stream)
+        elif event.kind == "free" and event.index in blocks:
+            allocator.free(blocks.pop(event.index))
+    return allocator.peak_reserved
+
+
+def _growing_requests(lives: Lives) -> list[str]:
+    sizes = sorted({life.requested for life in lives.all if life.requested >= 16 << 20})
+    if len(sizes) < 3:
+        return []
+    return [
+        f"{len(sizes)} different sizes of large requests, from {format_bytes(sizes[0])} to "
+        f"{format_bytes(sizes[-1])}"
+    ]
+
+
+def math_attention(lives: Lives, attention: Sequence[Any]) -> list[Finding]:
+    """``attention``: pairs (module, choice); a choice has ``backend`` and ``rejected``."""
+    fell = [(module, choice) for module, choice in attention if str(choice.backend) == "math"]
+    if not fell:
+        return []
+    scores = [
+        life
+        for life in lives.alive_at(lives.peak_at)
+        if life.shape and len(life.shape) >= 3 and life.shape[-1] == life.shape[-2] >= 64
+        and life.bill in ("activations", "temporary")
+    ]  # fmt: skip
+    size = sum(life.block for life in scores)
+    if not _matters(size, lives):
+        return []
+    module, choice = fell[0]
+    reasons = [f"{backend}: {why}" for backend, why in choice.rejected.items()]
+    return [
+        _cause(
+            "warn",
+            f"attention fell back to the math kernel in {module or 'the test'} ({len(fell)} calls):"
+            f" its scores hold {format_bytes(size)} at the peak, "
+            f"{in_words(scores[0].dtype, scores[0].shape)}",
+            *reasons,
+            hint="remove the reason above, so that a fused kernel runs: it keeps no score matrix; "
+            f"saves up to {format_bytes(size)}",
+            bytes=size,
+        )
+    ]
+
+
+def compiled(observed: Observed) -> list[Finding]:
+    if not observed.compiled:
+        return []
+    return [
+        _cause(
+            "note",
+            f"torch.compile at {observed.compiled[0]}: the compiler's partitioner, not the eager "
+            "graph, decides what is saved for backward; a simulated peak is the eager one",
+            hint="measure compiled against eager on the card, after the compile step, and keep a "
+            "baseline per torch version",
+        )
+    ]
