@@ -59,10 +59,26 @@ def replacements(simulation: Any) -> dict[str, Callable[..., Any]]:
         "to.dtype_layout": _to_layout,
         "to.other": _to_other,
         "dropout": dropout,
+        "linear": functools.partial(_linear, simulation.mode),
         "scaled_dot_product_attention": functools.partial(
             attention.sdpa, card=simulation.card, chosen=simulation.attention_chosen
         ),
     }
+
+
+def _linear(
+    mode: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """PyTorch's own ``linear``; a bias that it adds to a matmul's result is added in place."""
+    outer, mode.linear_bias = mode.linear_bias, bias
+    try:
+        return _LINEAR(input, weight, bias)
+    finally:
+        mode.linear_bias = outer
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_LINEAR = functools.partial(aten.linear.default._op_dk, _COMPOSITE)
 
 
 def _to(

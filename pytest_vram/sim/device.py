@@ -48,6 +48,7 @@ class StorageLedger(Protocol):
         kwargs: dict[str, Any],
         outputs: list[Any],
         recipe: Recipe | None,
+        on_gpu: bool,
     ) -> None: ...
 
     def take_over(self, old: SimTensor, new: SimTensor) -> None: ...
@@ -108,6 +109,7 @@ class SimMode(FakeTensorMode):
         self.cache_enabled = False  # ours below is keyed and applied in a tenth of the time
         self.ledger = ledger
         self.nested = 0
+        self.linear_bias: Any = None
         self._cacheable: dict[OpOverload, bool] = {}
 
     @property
@@ -158,7 +160,7 @@ class SimMode(FakeTensorMode):
             result = handler(self, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        return self._simulate(func, types, args, kwargs, key, tensors)
+        return self._simulate(func, types, args, kwargs, key, tensors, on_gpu)
 
     def _simulate(
         self,
@@ -168,6 +170,7 @@ class SimMode(FakeTensorMode):
         kwargs: dict[str, Any],
         key: Any,
         tensors: list[torch.Tensor],
+        on_gpu: bool,
     ) -> Any:
         recipe = _RECIPES.get(key) if key is not None else None
         if recipe is not None:
@@ -176,10 +179,10 @@ class SimMode(FakeTensorMode):
             result, flat, recipe = self._from_scratch(func, types, args, kwargs, key, tensors)
             if flat is None:
                 return result
-        if inplace.takes_over(func, args):
+        if inplace.takes_over(func, args, self.linear_bias):
             self.ledger.take_over(args[0], result)
         else:
-            self.ledger.operator(func, args, kwargs, flat, recipe)
+            self.ledger.operator(func, args, kwargs, flat, recipe, on_gpu)
         if not tensors:
             values.from_factory(func, args, kwargs, result)
         elif values.concerned(func, tensors):
@@ -491,7 +494,7 @@ def _upload(mode: SimMode, func: Any, source: torch.Tensor, kwargs: Any) -> SimT
     options = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format") and v is not None}
     elem = torch.ops.aten._to_copy.default(shape_of, **options)
     tensor = wrap(mode, elem, CUDA)
-    mode.ledger.operator(func, (source,), kwargs, [tensor], None)
+    mode.ledger.operator(func, (source,), kwargs, [tensor], None, True)
     values.remember(tensor, source, options.get("dtype"))
     return tensor
 

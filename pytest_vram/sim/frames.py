@@ -49,6 +49,27 @@ def describe(code: CodeType, line: int) -> str:
     return describe_line(code.co_filename, line, code.co_name)
 
 
+def called_by_engine() -> bool:
+    """Whether C++ autograd itself called the operator: no Python code between it and the engine."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PLUMBING):
+            return frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    return False
+
+
+#: What stands between an operator and our dispatch when Python did not call it.
+_PLUMBING = (
+    os.path.join(_HERE, "sim"),
+    os.path.join(_TORCH, "_compile.py"),
+    os.path.join(_TORCH, "_dynamo"),
+    os.path.join(_TORCH, "utils", "_stats.py"),
+    os.path.join(_TORCH, "_subclasses"),
+)
+
+
 @lru_cache(maxsize=100_000)
 def describe_line(path: str, line: int, function: str) -> str:
     """:func:`describe` where only names are known, as in PyTorch's memory history."""

@@ -12,19 +12,31 @@ from typing import Any
 
 import torch
 
+from pytest_vram.sim.frames import called_by_engine
 from pytest_vram.sim.tensors import SimTensor, is_dense
 
 aten = torch.ops.aten
 
-#: Out-of-place in simulated backward, in place on the GPU:
-#: ``add``: gradients of one tensor that arrive from several users (input_buffer.cpp,
-#: ``can_accumulate_inplace``: nobody else holds the first one or its storage);
-#: ``_unsafe_index_put``/``index_put``: ``index_backward`` writes into zeros that it has just made
-#: (FunctionsManual.cpp / TensorAdvancedIndexing.cpp).
-_CANDIDATES = {
+#: Out of place in simulated backward, in place on the GPU, when the engine or one of its C++ nodes
+#: calls them on a tensor that nobody else holds:
+#: ``add``: gradients of one tensor that arrive from several users (autograd/input_buffer.cpp,
+#: ``can_accumulate_inplace``); ``index_put``: ``index_backward``; ``scatter_add``:
+#: ``gather_backward``; ``scatter``: ``value_selecting_reduction_backward`` (max, sort, topk ...);
+#: ``masked_fill``: ``norm_backward`` (FunctionsManual.cpp, TensorAdvancedIndexing.cpp).
+_IN_BACKWARD = {
     aten.add.Tensor,
     aten._unsafe_index_put.default,
     aten.index_put.default,
+    aten.scatter_add.default,
+    aten.scatter.src,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+}
+
+#: Operators that one node alone uses so: ``sub_`` and ``mul_`` in Loss.cpp.
+_OF_NODE = {
+    aten.sub.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
+    aten.mul.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
 }
 
 #: References to the first operand that the dispatch itself holds while it asks; measured once per
@@ -57,25 +69,42 @@ def calibrate(make_leaf: Callable[[], torch.Tensor]) -> None:
     _alone = seen[0]
 
 
-def takes_over(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this operator, called now, would have written into its first argument's block."""
-    if func not in _CANDIDATES or torch._C._current_graph_task_id() == -1:
+def takes_over(func: Any, args: tuple[Any, ...], bias: Any) -> bool:
+    """Whether this operator, called now, would have written into its first argument's block.
+
+    ``bias`` is the bias of the ``linear`` that is running, if any: its matmul's result is not a
+    leaf of anything yet, and ``output.add_(bias)`` writes into it (native/Linear.cpp).
+    """
+    if bias is not None and func is aten.add.Tensor:
+        return args[1] is bias and type(args[0]) is SimTensor
+    if func not in _IN_BACKWARD and func not in _OF_NODE:
+        return False
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     first = args[0]
-    if type(first) is not SimTensor or not first.is_cuda or torch.is_grad_enabled():
+    if type(first) is not SimTensor or not first.is_cuda or not called_by_engine():
         return False
-    if func is aten.add.Tensor:
-        second = args[1]
-        if (
-            not isinstance(second, SimTensor)
-            or first.shape != second.shape
-            or first.dtype != second.dtype
-            or not is_dense(first)
-        ):
-            return False
+    if func in _OF_NODE and _node() != _OF_NODE[func]:
+        return False
+    if func is aten.add.Tensor and not _accumulates(first, args[1]):
+        return False
     held, stored = counts(first)
     if _watch is not None:
         _watch((held, stored))
         return False
     assert _alone is not None, "calibrated when the simulation starts"
     return held <= _alone[0] and stored <= _alone[1]
+
+
+def _accumulates(first: SimTensor, second: Any) -> bool:
+    return (
+        isinstance(second, SimTensor)
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+        and is_dense(first)
+    )
+
+
+def _node() -> str:
+    node = torch._C._current_autograd_node()
+    return node.name() if node is not None else ""

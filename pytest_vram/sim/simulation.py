@@ -235,9 +235,10 @@ class Simulation:
         kwargs: dict[str, Any],
         outputs: list[Any],
         recipe: Recipe | None,
+        on_gpu: bool,
     ) -> None:
         """Account for one operator call: its program, or its new outputs in order."""
-        if self._quiet:
+        if self._quiet or not on_gpu:
             return
         steps = self._program(func, args, kwargs, outputs, recipe)
         if steps is not None:
