@@ -24,6 +24,7 @@ from pytest_vram.baseline_text import (
     load,
     new_header,
 )
+from pytest_vram.nodeids import split_id
 from pytest_vram.quantities import Tolerance
 
 SUFFIX = ".yaml"
@@ -31,12 +32,6 @@ SUFFIX = ".yaml"
 
 class BaselineError(Exception):
     """A baseline file that cannot be used or written; the message names file, line and remedy."""
-
-
-def split_id(nodeid: str) -> tuple[str, str]:
-    """``tests/test_a.py::TestX::test_y[p]`` -> module file and raw test name."""
-    module, _, test = nodeid.partition("::")
-    return module, test or module.rpartition("/")[2]
 
 
 class Store:

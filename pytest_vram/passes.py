@@ -1,7 +1,7 @@
 """The passes of one marked test: simulated, measured, and on the CPU for its numbers.
 
-Every pass runs the whole test body once, from the same seeds, with garbage collected before and
-automatic collection off; what it saw comes back as one :class:`Outcome`.
+Every pass runs the whole test body once, from the same seeds, with automatic garbage collection
+off; what it saw comes back as one :class:`Outcome`.
 """
 
 from __future__ import annotations
@@ -226,19 +226,23 @@ def _keep(trace: Trace, outcome: Outcome) -> None:
 
 @contextlib.contextmanager
 def _fixed_conditions(outcome: Outcome) -> Iterator[None]:
-    """Garbage is collected at fixed points only: before the pass, after every optimizer step, after
-    the pass. Objects from before are frozen meanwhile, so that this is cheap."""
-    gc.collect()
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count() == 0
+    """Garbage is collected at fixed points only: after every optimizer step and after the pass.
+
+    Objects from before the pass are frozen meanwhile: a collection then looks at the test's own
+    objects (milliseconds) and not at all of PyTorch's (a third of a second).
+    """
+    if outcome.kind == "measurement":
+        gc.collect()  # what earlier tests left on the card
+    enabled, freezes = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()
-    if frozen:
+    if freezes:
         gc.freeze()
     after_step = register_optimizer_step_post_hook(_collect_after_step)
     try:
         yield
     finally:
         after_step.remove()
-        if frozen:
+        if freezes:
             gc.unfreeze()
         if enabled:
             gc.enable()

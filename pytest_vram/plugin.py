@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_vram.fixture import Vram
 from pytest_vram.marker import (
     HELP,
     MARKER,
@@ -18,8 +17,8 @@ from pytest_vram.marker import (
     keywords_of,
     read_budget,
 )
-from pytest_vram.run import ItemRun
-from pytest_vram.session import Collected, Session, modules_of
+from pytest_vram.nodeids import modules_of
+from pytest_vram.session import Collected, Session
 from pytest_vram.settings import (
     CATEGORIES,
     OPTIONS,
@@ -28,6 +27,10 @@ from pytest_vram.settings import (
     find_gpu,
     read_settings,
 )
+
+if TYPE_CHECKING:
+    from pytest_vram.fixture import Vram
+    from pytest_vram.run import ItemRun
 
 _UPDATE = "--vram-update"
 
@@ -107,6 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def vram(request: pytest.FixtureRequest) -> Vram:
     """The device, precision and training step of a test with a GPU-memory budget (pytest-vram)."""
+    from pytest_vram.fixture import Vram
+
     plugin: Plugin = request.config.pluginmanager.get_plugin("vram-run")  # type: ignore[assignment]
     run = request.node.stash.get(plugin.run_key, None)
     return run.vram if run is not None else Vram(plugin.budget_of(request.node) or Budget())
@@ -115,8 +120,8 @@ def vram(request: pytest.FixtureRequest) -> Vram:
 class Plugin:
     """The hooks of one run, with its state."""
 
-    run_key = pytest.StashKey[ItemRun]()
-    budget_key = pytest.StashKey["Budget | None"]()
+    run_key: pytest.StashKey[ItemRun] = pytest.StashKey()
+    budget_key: pytest.StashKey[Budget | None] = pytest.StashKey()
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self.config = config
@@ -208,6 +213,8 @@ class Plugin:
         budget = self.budget_of(item) if self.settings.enabled else None
         if budget is None:
             return
+        from pytest_vram.run import ItemRun
+
         before = item.stash.get(self.run_key, None)
         run = ItemRun(item, budget, self.settings, self.session.store, self.worker)
         run.attempt = before.attempt + 1 if before is not None else 1
@@ -215,7 +222,6 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         run = item.stash.get(self.run_key, None)
         if run is None:
             return (yield)

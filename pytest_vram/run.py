@@ -252,6 +252,9 @@ class ItemRun:
         judges = real if real is not None else memory
         if not _is_oom(judges):
             findings += judges.findings
+        if not passed:
+            # It failed before it could do what these miss.
+            findings = [found for found in findings if found.kind != "not-checked"]
         notes = [*self._notes, *memory.notes]
         if real is not None and real is not memory:
             notes += real.notes
@@ -300,7 +303,6 @@ class ItemRun:
 
         :raises pytest.fail.Exception: with every failing finding, unless the test itself failed.
         """
-        __tracebackhide__ = True
         record = self.judge(passed)
         self.item.user_properties[:] = [
             pair for pair in self.item.user_properties if not pair[0].startswith("vram_")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from pytest_vram.baselines import BaselineError, Counts, Edit, Store, edit_for, split_id
-from pytest_vram.comparison import record_of
-from pytest_vram.record import TestRecord
 from pytest_vram.settings import Settings
+
+# The store and its YAML are imported by the methods that need them: a run without marked tests
+# does not pay for them.
+if TYPE_CHECKING:
+    from pytest_vram.baselines import Edit, Store
+    from pytest_vram.record import TestRecord
 
 
 @dataclass
@@ -53,7 +57,6 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.store = Store(settings.baselines, settings.rootdir)
         self.collected = Collected()
         self.summary = Summary()
         #: Every attempt of every marked test, in the order of their reports.
@@ -61,6 +64,12 @@ class Session:
         self._bad: set[str] = set()  # items with any phase that did not simply pass
         self._failed = 0  # failures of any test of the run
         self._lost_workers: list[str] = []
+
+    @cached_property
+    def store(self) -> Store:
+        from pytest_vram.baselines import Store
+
+        return Store(self.settings.baselines, self.settings.rootdir)
 
     @property
     def records(self) -> list[TestRecord]:
@@ -79,6 +88,8 @@ class Session:
             self._bad.add(nodeid)
             self._failed += outcome in ("failed", "xpassed")
         if when == "call" and record is not None:
+            from pytest_vram.record import TestRecord
+
             made = TestRecord.from_dict(record).with_outcome(outcome)
             self.attempts.setdefault(nodeid, []).append(made)
 
@@ -111,6 +122,9 @@ class Session:
 
     def _updates(self) -> tuple[list[Edit], list[str]]:
         """Edits for tests that passed everything else, and the category of each test."""
+        from pytest_vram.baselines import BaselineError, edit_for
+        from pytest_vram.comparison import record_of
+
         edits, categories, left_out = [], [], 0
         if not self.settings.update - {"prune"}:
             return [], []
@@ -137,6 +151,8 @@ class Session:
         return edits, categories
 
     def _write(self, edits: list[Edit], categories: list[str]) -> None:
+        from pytest_vram.baselines import BaselineError, Counts
+
         counts = Counts.of(categories)
         if self.settings.dry_run:
             self.summary.update = f"dry run, nothing was written; it would be: {counts}"
@@ -163,6 +179,8 @@ class Session:
     def _stale(self) -> list[Edit]:
         """Removals of tests that no longer exist. A module that was not collected here but still
         exists is not judged: it may be ignored, or skipped as a whole on this machine."""
+        from pytest_vram.baselines import BaselineError, Edit
+
         edits = []
         for module, _ in self.store.modules():
             if module not in self.collected.modules and self._exists(module):
@@ -183,7 +201,3 @@ class Session:
 
     def _exists(self, module: str) -> bool:
         return (self.settings.rootdir / module).is_file()
-
-
-def modules_of(nodeids: Iterable[str]) -> set[str]:
-    return {split_id(nodeid)[0] for nodeid in nodeids}
