@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -59,14 +61,22 @@ class ParameterSize:
     trainable: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """One garbage collection that gave device memory back: what only cycles held."""
+
+    released: int
+    kinds: str  #: ``2 StepResult``: objects with tensors that it ended
+    repetition: int
+    growing: bool  #: asked for because live bytes grew
+
+
 @dataclass
 class Observed:
     """Plain data, safe to keep after the pass."""
 
     alive: list[int] = field(default_factory=list)  #: bytes allocated as each repetition begins
-    collected: int = 0  #: bytes that one garbage collection gave back when they grew
-    collected_at: int = 0
-    cycle: str = ""  #: type of the objects that the collection found
+    collections: list[Collection] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     graphs: list[GraphHolder] = field(default_factory=list)
     containers: list[str] = field(default_factory=list)  #: lists and dicts that gained tensors
@@ -99,10 +109,14 @@ class MemoryWatch(Listener):
         self._container_sizes: dict[str, list[int]] = {}
         self._states: list[tuple[str, list[weakref.ref[Tensor]]]] = []
         self._described = False
+        self._collecting: tuple[int, list[tuple[str, weakref.ref[Any]]]] | None = None
+        self._searched = False  # for a cycle, because live bytes grew
 
     def __enter__(self) -> MemoryWatch:
         self._stack.enter_context(self._probes)
         self._patch_compile()
+        gc.callbacks.append(self._collection)
+        self._stack.callback(gc.callbacks.remove, self._collection)
         return self
 
     def __exit__(
@@ -152,21 +166,31 @@ class MemoryWatch(Listener):
         alive = self._allocated()
         seen.alive.append(alive)
         number = len(seen.alive)
-        if number >= 4 and not seen.collected_at and _keeps_growing(seen.alive):
-            self._collect(number)
+        if number >= 4 and not self._searched and _keeps_growing(seen.alive):
+            self._searched = True
+            gc.collect()
         if 2 <= number <= 6:
             self._look_at_holders(number)
 
-    def _collect(self, number: int) -> None:
-        """Bytes that only the cycle collector gives back are a cycle, not a leak."""
-        before = self._allocated()
-        kinds = _cyclic_kinds()
-        gc.collect()
-        self.observed.collected = before - self._allocated()
-        self.observed.collected_at = number
-        if self.observed.collected > SUSPICIOUS:
-            self.observed.cycle = kinds
-            self.observed.alive[-1] = before
+    def _collection(self, phase: str, info: dict[str, int]) -> None:
+        """A callback of the garbage collector: bytes that only it gives back are a cycle's."""
+        if info.get("generation") != 2:
+            return
+        if phase == "start":
+            self._collecting = (self._allocated(), _objects_with_tensors())
+            return
+        if self._collecting is None:
+            return
+        before, candidates = self._collecting
+        self._collecting = None
+        released = before - self._allocated()
+        if released < SUSPICIOUS:
+            return
+        ended = Counter(kind for kind, reference in candidates if reference() is None)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in ended.most_common(3))
+        self.observed.collections.append(
+            Collection(released, kinds, len(self.observed.alive), self._searched)
+        )
 
     def backward_begins(self, call: Backward) -> None:
         self.observed.backwards += 1
@@ -266,12 +290,12 @@ class MemoryWatch(Listener):
 
 
 def _keeps_growing(alive: list[int]) -> bool:
-    growths = [b - a for a, b in zip(alive[-3:], alive[-2:], strict=False)]
+    growths = [after - before for before, after in pairwise(alive[-3:])]
     return len(growths) == 2 and min(growths) > SUSPICIOUS
 
 
 def _grows(sizes: list[int]) -> bool:
-    return len(sizes) >= 3 and all(b > a for a, b in zip(sizes, sizes[1:], strict=False))
+    return len(sizes) >= 3 and all(b > a for a, b in pairwise(sizes))
 
 
 def _direct_tensors(value: Any) -> Iterator[Tensor]:
@@ -345,21 +369,17 @@ def _containers() -> Iterator[tuple[str, int]]:
                     yield f"{type(value).__name__} '{name}' in {frame.f_code.co_name}", count
 
 
-def _cyclic_kinds() -> str:
-    """Types of the objects that only the collector can free, and that hold tensors."""
-    flags = gc.get_debug()
-    before = len(gc.garbage)
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        gc.collect()
-        found = gc.garbage[before:]
-        kinds: dict[str, int] = {}
-        for item in found:
-            own = getattr(item, "__dict__", None)
-            values = own.values() if isinstance(own, dict) else ()
-            if not isinstance(item, Tensor) and any(isinstance(v, Tensor) for v in values):
-                kinds[type(item).__name__] = kinds.get(type(item).__name__, 0) + 1
-        return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    finally:
-        gc.set_debug(flags)
-        del gc.garbage[before:]
+def _objects_with_tensors() -> list[tuple[str, weakref.ref[Any]]]:
+    """Objects with a tensor on the GPU among their attributes, without keeping them alive."""
+    found = []
+    for item in gc.get_objects():
+        kind = type(item)  # isinstance() asks proxies for their class, which imports things
+        if issubclass(kind, (Tensor, nn.Module, type)):
+            continue
+        try:
+            own = object.__getattribute__(item, "__dict__")
+            if any(issubclass(type(v), Tensor) and v.device.type == "cuda" for v in own.values()):
+                found.append((kind.__name__, weakref.ref(item)))
+        except (AttributeError, TypeError):  # no attributes, or no weak references to it
+            continue
+    return found
