@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -531,7 +531,8 @@ _EMPTY_IS_ZERO = (2, 13)
 
 def _zeros(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Zeros that still hang on all three inputs, so that each gets a gradient."""
-    result = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    shape = (*query.shape[:-1], value.shape[-1])
+    result = torch.zeros(shape, dtype=query.dtype, device=query.device)
     linked = (key.sum() + value.sum() + query.sum()) * 0
     return result + linked
 
@@ -568,7 +569,8 @@ def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     unaligned = any(mask.stride(dim) % 8 for dim in range(mask.dim() - 1)) or mask.stride(-1) != 1
     if unaligned:
         length = int(mask.shape[-1])
-        mask = torch.constant_pad_nd(mask, (0, 8 - length % 8)).slice(-1, 0, length)
+        padded = torch.constant_pad_nd(mask, (0, 8 - length % 8))
+        mask = aten.slice.Tensor(padded, -1, 0, length)
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
