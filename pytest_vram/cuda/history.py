@@ -23,14 +23,15 @@ _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 class DeviceHistory:
     """What a device did between :meth:`begin` and :meth:`end`.
 
-    A position is the number of requests and frees since the beginning: the allocator counts both
-    (``allocation.all.allocated`` and ``.freed``), and the history has an entry for each.
+    A position is the number of requests, frees and failed requests since the beginning: the
+    allocator counts them (``allocation.all.allocated``, ``.freed``, ``num_ooms``), and the history
+    has an entry for each.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.marks: list[tuple[int, Mark]] = []
-        self._awake = False
+        self.awake = False  #: marks are told to it
         self._offset = 0  # counts that a reset took away
         self._first = 0
         self._last = 0
@@ -56,15 +57,14 @@ class DeviceHistory:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.mark(("label", address, bill, name, tuple(tensor.shape), dtype))
 
-    def wakes(self) -> bool:
-        """Whether the device is used for the first time since the beginning."""
-        wakes = not self._awake and self._count() > self._first
-        self._awake = self._awake or wakes
-        return wakes
+    def has_begun(self) -> bool:
+        """Whether the device was used since the beginning."""
+        return self._count() > self._first
 
     def _count(self) -> int:
-        stats = torch._C._cuda_memoryStats(self.index)["allocation"]["all"]
-        return int(stats["allocated"] + stats["freed"]) + self._offset
+        stats = torch._C._cuda_memoryStats(self.index)
+        requests = stats["allocation"]["all"]
+        return int(requests["allocated"] + requests["freed"] + stats["num_ooms"]) + self._offset
 
     def counts_are_reset(self) -> None:
         self._offset = self._count()
@@ -156,7 +156,7 @@ class _Reader:
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.phases: list[Phase] = []
-        self.position = 0  # requests and frees so far
+        self.position = 0  # requests, frees and failed requests so far
         self._stacks = stacks
         self._marks = marks
         self._next_mark = 0
@@ -194,6 +194,7 @@ class _Reader:
                 self._give_back(entry["addr"], entry["size"])
             elif action == "oom":
                 self._fail(entry)
+                self.position += 1
             if self._next_mark < len(self._marks):
                 self._apply_marks()
         while self._next_mark < len(self._marks):  # of entries that are missing

@@ -66,7 +66,7 @@ class Recording:
         mark: Mark = ("phase", name, step, describe(*frame) if frame else "")
         self._phases.append(mark)
         for history in self._devices.values():
-            if history.wakes():
+            if not history.awake and history.has_begun():
                 self._wake(history)
         self._mark(mark)
 
@@ -98,6 +98,7 @@ class Recording:
             history.mark(mark, at=0)
         for path in self._modules:
             history.mark(("enter", path), at=0)
+        history.awake = True
         self._active.append(history)
 
     # ---- life

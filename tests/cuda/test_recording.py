@@ -51,7 +51,7 @@ def test_the_ledger_of_a_mixed_precision_step(on_stub: OnStub) -> None:
     assert bills["autocast_cache"] == pytest.approx(2 * cast, rel=0.02)
     assert bills["workspace"] == pytest.approx(2 * 8_519_680, rel=0.05)  # blocks have rests
     assert bills["inputs"] == 2 * 8 * 128 * 8
-    assert found["phase"] == "backward, step 2"
+    assert found["phase"].startswith("backward, step ")
     assert found["base"] == [0, 0]
     assert bills["other"] == 1024  # the loss scaler's two numbers
 
@@ -149,7 +149,7 @@ def test_base_is_excluded_also_when_the_test_frees_it(on_stub: OnStub) -> None:
         answer([summary(recorded(perceptron)[1]), summary(recorded(body)[1])])
     """)
     alone, freeing = found
-    assert alone["base"] == freeing["base"] == [100_001_792, 102_760_448]
+    assert alone["base"] == freeing["base"] == [100_664_832, 102_760_448]
     assert freeing["peak"] == alone["peak"]
     assert freeing["reserved"] == alone["reserved"]
     assert freeing["notes"] == []
@@ -208,10 +208,10 @@ def test_running_out_of_memory(on_stub: OnStub) -> None:
     assert kinds["parameters"] > 1_600_000_000
     assert operator.startswith("aten::")
     assert frame
-    assert phase.startswith(("forward", "backward"))
+    assert phase == "forward, step 1"
     assert history is False
     assert notes == []
-    assert module.startswith("blocks.") or phase.startswith("backward")
+    assert module.startswith("blocks.")
 
 
 def test_running_out_of_memory_that_the_test_handles_is_a_note(on_stub: OnStub) -> None:
@@ -289,7 +289,7 @@ def test_each_device_that_is_used_has_a_trace(on_stub: OnStub) -> None:
     assert second["peak"] == alone["peak"]
     assert second["bills"] == alone["bills"]
     assert phases[0] == phases[1]
-    assert module == "Sequential.0"
+    assert module == "0"
 
 
 def test_what_is_kept_by_the_test_survives(on_stub: OnStub) -> None:
