@@ -58,8 +58,8 @@ _WORD = rf"[A-Za-z_]{_TAIL}"
 _VERSION = rf"[0-9]+\.[0-9]+\.{_TAIL}"
 _INTEGER = r"0|[1-9][0-9]*"
 _LINE = re.compile(
-    rf"( *)(?:({_WORD}):(?: (?:({_INTEGER})(?:  \#[^\n]*)?|({_WORD}|{_VERSION}|'[!-&(-~]*')))?"
-    rf"|- ((?:{_INTEGER}) {_WORD})(?:  \#[^\n]*)?)\n"
+    rf"( *)(?:({_WORD}):(?: (?:({_INTEGER})(?:  \#[ -~]*)?|({_WORD}|{_VERSION}|'[!-&(-~]*')))?"
+    rf"|- ((?:{_INTEGER}) {_WORD})(?:  \#[ -~]*)?)\n"
 )
 #: Plain scalars that YAML 1.1 does not read as text.
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
@@ -68,6 +68,8 @@ _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "
 def _load_canonical(text: str) -> Tests | None:
     """The records, or ``None`` where any line is not exactly as :func:`dump` writes it."""
     header = _header_length(text)
+    if not all(line.isprintable() for line in text[:header].split("\n")):
+        return None
     if not text.startswith(f"format: {FORMAT}\ntests:\n", header):
         return None
     end = header + len(f"format: {FORMAT}\ntests:\n")
@@ -312,8 +314,8 @@ def header_of(text: str) -> str:
 
 def _header_length(text: str) -> int:
     length = 0
-    for line in text.splitlines(keepends=True):
+    for line in text.split("\n"):
         if line.strip() and not line.startswith("#"):
             break
-        length += len(line)
-    return length
+        length += len(line) + 1
+    return min(length, len(text))

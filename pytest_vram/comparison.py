@@ -147,6 +147,8 @@ def _differences(
             order[change.group],
             figures.index(change.name) if change.name in figures else 0,
             -abs(change.growth),
+            -change.now,
+            change.name,
         ),
     )
 

@@ -55,7 +55,7 @@ def table(records: Sequence[TestRecord], width: int) -> list[Line]:
     names = [_name(record) for record in records]
     room = max(width - figures, 12)
     name_width = min(room, max(len("test"), *(len(name) + 2 for name in names)))
-    lines = [Line("test".ljust(name_width) + _row(titles, used, sizes))]
+    lines = [Line(("test".ljust(name_width) + _row(titles, used, sizes)).rstrip())]
     file = None
     for record, name, row in zip(records, names, rows, strict=True):
         if record.file != file:
