@@ -40,7 +40,11 @@ class Problem(click.ClickException):
 
     def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
         super().__init__(message)
-        self.exit_code = int(code)
+        self.code = code
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return int(self.code)
 
 
 def console() -> Console:
@@ -84,7 +88,7 @@ def json_option(function: F) -> F:
     )
 
 
-class CardType(click.ParamType):
+class CardType(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """A card's name; completes in the shell, and suggests the nearest on a typo."""
 
     name = "gpu"
@@ -149,7 +153,7 @@ def _toml(text: str) -> dict[str, Any]:
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10, where pytest brings tomli
-        import tomli as tomllib  # type: ignore[no-redef,unused-ignore]
+        import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore]
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:

@@ -22,7 +22,7 @@ def show_ledger(ledger: Ledger) -> None:
     moment = ledger.failure.moment if ledger.failure else ledger.peak
     say(
         f"Peak allocated {format_bytes(ledger.peak_allocated)} "
-        f"({ledger.peak_allocated:,} bytes), {ledger.peak}."
+        f"({ledger.peak_allocated:,} bytes){f', {ledger.peak}' if ledger.peak.phase else ''}."
     )
     say(
         f"Peak reserved {format_bytes(ledger.peak_reserved)} ({ledger.peak_reserved:,} bytes), "

@@ -43,7 +43,7 @@ _LARGEST = {"batch": largest_batch, "sequence": largest_sequence, "layers": larg
 @setup_options
 @json_option
 @click.pass_context
-def command(ctx: click.Context, model: str | None, as_json: bool, **values: Any) -> None:
+def command(ctx: click.Context, /, model: str | None, as_json: bool, **values: Any) -> None:
     """Plan the memory of training MODEL.
 
     MODEL is a published model's name (llama-3-8b, gpt2), a transformers config.json or its

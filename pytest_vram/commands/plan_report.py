@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -217,7 +217,7 @@ def show_fit(answer: Answer) -> None:
         _rescue_table(rows)
 
 
-def _rescue_table(rows: list[tuple[str, str, str, str]]) -> None:
+def _rescue_table(rows: Sequence[tuple[str, ...]]) -> None:
     from rich.table import Table
 
     from pytest_vram.commands.common import console

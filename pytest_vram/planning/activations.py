@@ -293,12 +293,15 @@ def embedding_bytes(shape: ModelShape, f: Forward, sharding: Sharding) -> int:
 class Head:
     """The end of the model: final norm, logits, loss.
 
-    ``kept`` is saved for backward; ``forward`` and ``backward`` are what is alive on top of the
-    layers at the two moments of the loss."""
+    ``kept`` is what the norm keeps; ``saved`` what the loss keeps until its backward (with the
+    logits, where the caller holds them); ``forward`` and ``backward`` are the temporaries at the
+    two moments of the loss, on top of that. ``logits`` are held until the step is over."""
 
-    kept: int
-    forward: int
-    backward: int
+    kept: int = 0
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+    logits: int = 0
 
 
 def head_bytes(shape: ModelShape, f: Forward, sharding: Sharding, *, held: bool = True) -> Head:
@@ -325,13 +328,19 @@ def head_bytes(shape: ModelShape, f: Forward, sharding: Sharding, *, held: bool 
     norm = int(sharding.share(Saved("final norm", norm)))
     held_bytes = c if held else 0
     if shape.upcast or c == 4:
-        forward, backward = c + (4 if c != 4 else 0) + 4, held_bytes + 4 + 4 + 4
+        saved, forward, backward = 4, 0 if c == 4 else 4, 8
     elif p.cache:
-        forward, backward = c + c + 4, held_bytes + c + 4 + 4
+        saved, forward, backward = c + 4, 0, 4
     else:
-        forward, backward = c + c, held_bytes + c + c + c
+        saved, forward, backward = c, 0, 2 * c
 
     def share(size: int) -> int:
         return int(sharding.share(Saved("logits", values * size, cut=True)))
 
-    return Head(norm, norm + share(forward), norm + share(backward))
+    return Head(
+        kept=norm,
+        saved=share(held_bytes + saved),
+        forward=share(forward + c - held_bytes),
+        backward=share(backward),
+        logits=share(held_bytes),
+    )

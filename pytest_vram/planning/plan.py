@@ -250,7 +250,7 @@ class _Rank:
             return not weight.name.endswith(("final_norm.weight", "final_norm.bias")) or self.last
         if weight.role in ("head",):
             return self.last
-        if weight.name == "embedding" and self.setup.shape.tied:
+        if self.setup.shape.is_vocabulary(weight) and self.setup.shape.tied:
             return self.stage == 0 or self.last
         return self.stage == 0
 
@@ -296,7 +296,7 @@ class _Rank:
         matrices = [w for w in self.base if w.role in ("matrix", "expert")]
         matrices += [w for w in self.base if w.role == "head" and len(w.shape) > 1]
         if shape.head == "lm" and shape.tied and self.last:
-            matrices += [w for w in self.base if w.name == "embedding"]
+            matrices += [w for w in self.base if shape.is_vocabulary(w)]
         if precision.cache:
             return self.size(matrices + self.added, precision.compute)
         if precision.weight_copies:
@@ -316,7 +316,7 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
     static = _static(rank)
     flow = _Flow.of(rank)
     bills = dict.fromkeys(BILLS, 0) | static
-    bills["activations"] = flow.kept + flow.rerun + (flow.head.backward if rank.last else 0)
+    bills["activations"] = flow.kept + flow.rerun + flow.head.kept + flow.head.saved
     bills["autocast_cache"] = flow.copies
     bills["temporary"] = _step_temporaries(rank)
     moments = _moments(rank, static, flow)
@@ -406,8 +406,7 @@ class _Flow:
     copies: int
     kept_copies: int
     head: Head
-    logits: int
-    logit_values: int
+    logits: int  #: bytes of one copy of the logits in the compute type
 
     @classmethod
     def of(cls, rank: _Rank) -> _Flow:
@@ -428,7 +427,7 @@ class _Flow:
         if "activations" in setup.offload.what:
             kept = min(kept, 2 * kept // max(1, rank.layers))
         head = head_bytes(setup.shape, forward, cut, held=setup.held)
-        head = head if rank.last else Head(0, 0, 0)
+        head = head if rank.last else Head()
         copies = rank.low_precision_copies()
         kept_copies = copies
         if setup.precision.cache and setup.recompute.checkpointed:
@@ -438,7 +437,7 @@ class _Flow:
             rows = forward.tokens if setup.shape.head == "lm" else setup.batch
             values = rows * setup.shape.logits // setup.parallel.tensor // setup.parallel.context
         logits = values * setup.precision.compute
-        return cls(kept, rerun, working, copies, kept_copies, head, logits, values)
+        return cls(kept, rerun, working, copies, kept_copies, head, logits)
 
 
 def _forward(setup: Setup) -> Forward:
@@ -501,9 +500,11 @@ def _moments(rank: _Rank, static: Mapping[str, int], flow: _Flow) -> tuple[Momen
     rest = {name: size for name, size in static.items() if name != "gradients"}
     vocabulary = 0
     if setup.shape.vocab and not setup.lora:
-        table = [w for w in rank.base if w.name == "embedding"]
+        table = [w for w in rank.base if setup.shape.is_vocabulary(w)]
         vocabulary = rank.size(table, setup.precision.gradient)
-    head = flow.head.kept + (flow.logits if setup.held else 0)
+    layers, head = flow.kept + flow.head.kept, flow.head
+    # The head's weight gradient: made in the compute type, under autocast cast to the parameter's.
+    weight = vocabulary // 2 if setup.precision.cache else 0
 
     def moment(
         name: str, grads: int, activations: int, copies: int = 0, temporary: int = 0
@@ -515,39 +516,31 @@ def _moments(rank: _Rank, static: Mapping[str, int], flow: _Flow) -> tuple[Momen
         bills["temporary"] = temporary
         return Moment(name, bills)
 
-    first = vocabulary if setup.shape.tied or not setup.lora else 0
-    matrix = flow.logit_values and first * (setup.precision.compute // 2) // 2
     return (
-        moment("forward, at the loss", 0, flow.kept + flow.head.forward, flow.copies),
-        moment("backward, at the loss", 0, flow.kept + flow.head.backward, flow.kept_copies),
+        moment("forward, at the loss", 0, layers + head.saved, flow.copies, head.forward),
+        moment("backward, at the loss", 0, layers + head.saved, flow.kept_copies, head.backward),
         moment(
             "backward, in the head",
-            first,
-            flow.kept + head + flow.logits,
+            vocabulary,
+            layers + head.logits,
             flow.kept_copies,
-            int(matrix),
+            flow.logits + weight,
         ),
         moment(
             "backward, in the last layer",
-            first,
-            flow.kept + head,
+            vocabulary,
+            layers + head.logits + flow.rerun,
             flow.kept_copies,
-            flow.rerun + flow.working,
+            flow.working,
         ),
         moment(
             "backward, at its end",
             gradients,
-            (flow.logits if setup.held else 0),
+            head.logits,
             0,
             vocabulary if setup.shape.tied else 0,
         ),
-        moment(
-            "optimizer step",
-            gradients,
-            (flow.logits if setup.held else 0),
-            0,
-            _step_temporaries(rank),
-        ),
+        moment("optimizer step", gradients, head.logits, 0, _step_temporaries(rank)),
     )
 
 

@@ -270,6 +270,10 @@ class ModelShape:
         if self.head_bias:
             yield Weight("head.bias", (self.logits,), "head", 1, "columns")
 
+    def is_vocabulary(self, weight: Weight) -> bool:
+        """Whether ``weight`` is the token embedding."""
+        return weight.role == "embedding" and weight.shape[0] == self.vocab
+
     @property
     def parameters(self) -> int:
         """N: how many parameters the model has."""
