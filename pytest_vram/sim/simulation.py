@@ -254,7 +254,7 @@ class Simulation:
             if kind is Out:
                 tensor = outputs[step.index]
                 if type(tensor) is SimTensor:
-                    self._new_tensor(tensor, func)
+                    self._new_tensor(tensor, func, step.size)
             elif kind is Take:
                 taken[step.key] = self._allocate(step.size, func, bill="temporary", name=step.why)
             elif kind is Give:
@@ -295,11 +295,11 @@ class Simulation:
             self._free(index)
         self._workspaces.clear()
 
-    def _new_tensor(self, tensor: SimTensor, func: OpOverload) -> None:
+    def _new_tensor(self, tensor: SimTensor, func: OpOverload, size: int | None = None) -> None:
         if tensor.__dict__["_fake_device"].type != "cuda":
             return
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, size or storage.nbytes()
         if size == 0 or key in self._live:
             return
         index = self._allocate(size, func)
