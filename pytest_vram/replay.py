@@ -135,6 +135,9 @@ class _Recorded:
     def give_back(self, address: int, size: int) -> None:
         """Nothing: the next address is in the recording."""
 
+    def occupy(self, address: int, size: int) -> None:
+        """Nothing, for the same reason."""
+
 
 class _Follower(CachingAllocator):
     """The allocator with a recording in hand: predicts, compares, then does what was recorded."""

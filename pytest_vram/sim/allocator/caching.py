@@ -78,6 +78,7 @@ class CachingAllocator:
         self._large = Pool(False, self.stats.large)
         self.heads: dict[int, Block] = {}  # by address: the first block of each segment
         self._events: dict[int, deque[Block]] = {}
+        self._waiting = False  # whether any block waits for other streams
         self._private: dict[MempoolId, PrivatePool] = {}
         self._captures: list[tuple[MempoolId, Callable[[int], bool]]] = []
         self._deferred: list[Block] = []  # given up during a capture, used on several streams
@@ -178,7 +179,7 @@ class CachingAllocator:
 
         PyTorch does not call its allocator for 0 bytes; a caller here shouldn't either.
         """
-        if self._events and not self._captures:
+        if self._waiting and not self._captures:
             self.process_events()
         taken = (size + 511) & -512 or 512 if self._round is None else self._round(size)
         pool = self._small if taken <= SMALL_SIZE else self._large
@@ -625,6 +626,7 @@ class CachingAllocator:
         """``block`` was given up, but other streams use it still."""
         block.state = PENDING
         block.events = 0
+        self._waiting = True
         tally = block.lane.tally
         tally.late += 1
         tally.late_bytes += block.size
@@ -658,6 +660,7 @@ class CachingAllocator:
                 self._pass_event(queue.popleft())
             if not queue:
                 del self._events[stream]
+        self._waiting = bool(self._events)
 
     def _wait_for_all(self) -> None:
         """As if every stream were waited for (``synchronize_and_free_events``)."""
@@ -667,6 +670,7 @@ class CachingAllocator:
         for queue in events.values():
             for block in queue:
                 self._pass_event(block)
+        self._waiting = False
 
     def _pass_event(self, block: Block) -> None:
         block.events -= 1

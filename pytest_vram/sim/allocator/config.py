@@ -34,7 +34,7 @@ _ELSEWHERE: dict[str, tuple[Version, str]] = {
 }
 
 
-class InvalidConfig(ValueError):
+class InvalidConfig(ValueError):  # noqa: N818 (a fixed name)
     """PYTORCH_CUDA_ALLOC_CONF is not understood; the text is PyTorch's."""
 
 
@@ -104,6 +104,11 @@ class _Parser:
         self._found: dict[str, Any] = {}
 
     def parse(self) -> dict[str, Any]:
+        if self._version >= (2, 10) and "large_segment_size_mb" in self._tokens:
+            # Read before all others, wherever it stands: it is the floor of two of them.
+            self._at = self._tokens.index("large_segment_size_mb")
+            self._found["large_segment"] = self._large_segment()
+            self._at = 0
         while self._at < len(self._tokens):
             self._pair(self._tokens[self._at])
             self._at += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Protocol
 
-PAGE = 2 << 20  # cudaMalloc and cuMemCreate hand out whole 2 MiB pages on every card since Pascal
+PAGE = 2 << 20  # the driver hands out whole pages; PyTorch asks for nothing else
 
 
 class AddressSource(Protocol):
@@ -16,6 +16,9 @@ class AddressSource(Protocol):
 
     def give_back(self, address: int, size: int) -> None:
         """The range is free again."""
+
+    def occupy(self, address: int, size: int) -> None:
+        """The range is in use already, by a state that was restored."""
 
 
 class FirstFit:
@@ -52,6 +55,9 @@ class FirstFit:
             size += room
             index -= 1
         self._holes.insert(index, (address, size))
+
+    def occupy(self, address: int, size: int) -> None:
+        self._end = max(self._end, address + -(-size // PAGE) * PAGE)
 
 
 class Device:

@@ -14,7 +14,7 @@ def format_size(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB"
 
 
-class DeviceOutOfMemory(MemoryError):
+class DeviceOutOfMemory(MemoryError):  # noqa: N818 (a fixed name)
     """An allocation that failed after everything was tried; all figures in bytes.
 
     ``requested`` is what the caller asked for, ``segment`` what the allocator then asked the

@@ -68,6 +68,8 @@ class Expandable:
         granules = -(-(device.total + device.total // 8) // granule)
         if address is None:
             address = device.addresses.take(granule * granules)
+        else:
+            device.addresses.occupy(address, granule * granules)
         segment = ExpandableSegment(address, granule, granules)
         self.segments.append(segment)
         block = self._allocator.open_segment(lane, address, segment.size)
@@ -122,9 +124,9 @@ class Expandable:
             lane.add(block)
             block = middle
         if size < block.size:
-            after = block.cut(size)
-            allocator.number(after)
-            lane.add(after)
+            rest = block.cut(size)
+            allocator.number(rest)
+            lane.add(rest)
         block.state = UNMAPPED
         before, after = block.prev, block.next
         if after is not None and after.state == UNMAPPED:

@@ -92,6 +92,7 @@ def restore(allocator: CachingAllocator, segments: Iterable[Mapping[str, Any]]) 
             allocator.reserve(lane, size, 0)
         else:
             head = allocator.open_segment(lane, address, size)
+            allocator.device.addresses.occupy(address, size)
             allocator.reserve(lane, size, 1)
         allocator.device.used += size
         if lane.pool.owner is not None:
