@@ -41,7 +41,7 @@ class Watch:
         self._training = TrainingWatch(self._loop, values, self._finite.losses)
         self._probes = Probes((), values, unit_scale=diagnose)
         self._scaler = ScalerWatch(self._loop, self._probes)
-        self._diagnosis = Diagnosis(self._loop.names) if diagnose else None
+        self._diagnosis = Diagnosis(self._loop.names, self._probes) if diagnose else None
         # The loop first: the others ask it what was known until now.
         self._probes.listeners = (
             self._loop,
@@ -51,6 +51,7 @@ class Watch:
             self._training,
         )
         self._stack = ExitStack()
+        self._remarks: tuple[str, ...] = ()
 
     def __enter__(self) -> Watch:
         if self.values:
@@ -101,16 +102,17 @@ class Watch:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be checked, in sentences."""
+        """What is normal but worth knowing (the search for a loss scale), and what could not be
+        checked, in sentences; complete once ``findings`` was called."""
         if not self.values:
             return ("values were not checked: this pass was simulated",)
-        return ()
+        return self._remarks
 
     # ---- verdict
 
     def findings(self, budget: Any = None, replay: Watch | None = None) -> tuple[Finding, ...]:
-        """Everything that is wrong. ``budget`` is the marker's (``warmup``, ``skipped_steps`` and
-        ``trainable`` are read); ``replay`` a finished ``Watch(diagnose=True)``."""
+        """Everything that is wrong, nothing for a healthy pass. ``budget`` is the marker's (``warmup``, ``skipped_steps``
+        and ``trainable`` are read); ``replay`` a finished ``Watch(diagnose=True)``."""
         birth = replay.first_bad if replay is not None else None
         text = f"first non-finite operator: {birth.text()}" if birth is not None else ""
         warmup = int(getattr(budget, "warmup", 1) or 0)
@@ -125,7 +127,8 @@ class Watch:
         ]
         if replay is not None and not self.saw_training:
             found += replay.loose_ends(birth)
-        return tuple(found)
+        self._remarks = tuple(one.sentence for one in found if one.severity == "note")
+        return tuple(one for one in found if one.severity != "note")
 
     # ---- as a replay
 
@@ -141,12 +144,10 @@ class Watch:
         """The operator that explains what was not finite in this replay."""
         if self._diagnosis is None:
             return None
-        found = self._finite.found
-        if "loss" in found or "output" in found:
-            return self._diagnosis.first(True)
-        if "gradients" in found or self.scaler.skipped:
-            return self._diagnosis.first(False)
-        return self._diagnosis.first(None) if not self.saw_training else None
+        first = next(iter(self._finite.found), "gradients" if self.scaler.skipped else "")
+        if not first:
+            return None if self.saw_training else self._diagnosis.first(None)
+        return self._diagnosis.first(first != "gradients")
 
     def loose_ends(self, birth: Birth | None) -> list[Finding]:
         """Findings of a pass without modules and losses: only its operators tell."""

@@ -19,19 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_vram.numerics.frames import user_line
 from pytest_vram.numerics.names import NameBook, dtype_name
+from pytest_vram.numerics.probes import Probes
 
 aten = torch.ops.aten
 
-#: Operators by which a program writes infinities on purpose, or that only pass values on.
+#: Operators by which a program writes infinities on purpose (masks).
 _INTENDED = {
     "full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where",
-    "scalar_tensor", "lift_fresh", "lift_fresh_copy", "triu", "tril", "copy_", "clone", "detach",
-    "_to_copy", "constant_pad_nd", "index_put_", "scatter", "scatter_",
+    "scalar_tensor", "lift_fresh", "lift_fresh_copy", "constant_pad_nd", "index_put_",
+    "scatter", "scatter_",
 }  # fmt: skip
 #: Their output is not defined yet.
 _UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
 _SOFTMAX = {"_softmax", "_log_softmax", "softmax", "log_softmax"}
-_HALF_MAX = {torch.float16: 65504.0}
+_FLOAT16_MAX = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Birth:
     backward: bool
     dtype: str
     detail: str = ""  #: about this operator: a fully masked row, the value in fp32
-    cause: str = ""  #: what its inputs already held, and who made that
+    cause: str = ""  #: what its inputs already held, where nobody seen made that
+    origin: Birth | None = None  #: who made what its inputs held
     data: bool = False  #: nobody here made it: the data came so
     intended: bool = False
 
@@ -55,7 +57,10 @@ class Birth:
         head = f"{phase}{self.operator} ({where}{self.dtype}, {self.line})"
         if self.data:
             return f"{head} got an input that already held {self.what}: look at the data"
-        parts = [f"{head} made {self.what}" + (" out of finite inputs" if not self.cause else "")]
+        if self.origin is not None:
+            tail = f": {self.detail}" if self.detail else ""
+            return f"{self.origin.text()}; then {head} made {self.what} of it{tail}"
+        parts = [f"{head} made {self.what}" + ("" if self.cause else " out of finite inputs")]
         return "; ".join([*parts, *filter(None, (self.detail, self.cause))])
 
 
@@ -72,9 +77,9 @@ class _Forward:
 class Diagnosis(TorchDispatchMode):
     """Context manager; ``births`` in the order in which they happened."""
 
-    def __init__(self, names: NameBook) -> None:
+    def __init__(self, names: NameBook, probes: Probes) -> None:
         super().__init__()
-        self._names = names
+        self._names, self._probes = names, probes
         self._modules: list[str] = []
         self._nodes: dict[int, _Forward] = {}
         self._holders: dict[int, Birth] = {}  # storage -> who made what it holds
@@ -117,6 +122,8 @@ class Diagnosis(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._probes.telling:
+            return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         mutable = func._schema.is_mutable
         held = self._held((args, kwargs)) if mutable else None
@@ -175,10 +182,13 @@ class Diagnosis(TorchDispatchMode):
                 self.births.append(birth)
         else:
             birth = self._birth(name, args, made, node)
-            if before:
+            if before and maker is not None and not maker.intended:
+                birth = replace(birth, origin=maker)
+            elif before:
                 birth = replace(birth, cause=_caused(before, maker))
             if not birth.intended and not birth.backward:
-                birth = replace(birth, detail=_detail(func, name, args, kwargs, made))
+                detail = _detail(func, name, args, kwargs, made, bool(before))
+                birth = replace(birth, detail=detail)
             self.births.append(birth)
         for tensor in _tensors(output):
             self._holders[_storage(tensor)] = birth
@@ -222,15 +232,23 @@ class Diagnosis(TorchDispatchMode):
 def _caused(before: str, maker: Birth | None) -> str:
     if maker is None:
         return f"{before} was in its input"
-    phase = "the backward of " if maker.backward else ""
-    extra = f" ({maker.detail})" if maker.detail else ""
-    return f"{before} came from {phase}{maker.operator} at {maker.line}{extra}"
+    return f"{before} was written by {maker.operator} at {maker.line}"
 
 
-def _detail(func: Any, name: str, args: Any, kwargs: Any, made: str) -> str:
+def _detail(func: Any, name: str, args: Any, kwargs: Any, made: str, tainted: bool) -> str:
     if name in _SOFTMAX and made == "NaN":
         return _masked_rows(args)
-    return _in_float32(func, args, kwargs, made)
+    if tainted:
+        return ""
+    if name == "_to_copy":
+        return _beyond_half(float(args[0].abs().max()), kwargs.get("dtype"))
+    return _in_float32(func, args, kwargs)
+
+
+def _beyond_half(peak: float, dtype: Any) -> str:
+    if dtype is torch.float16 and peak > _FLOAT16_MAX:
+        return f"max |x| is {peak:.3g} in float32, float16 ends at 65504 (bfloat16 holds it)"
+    return ""
 
 
 def _masked_rows(args: Any) -> str:
@@ -244,7 +262,7 @@ def _masked_rows(args: Any) -> str:
     return f"-inf entered softmax, {rows} {plural} entirely -inf -> NaN"
 
 
-def _in_float32(func: Any, args: Any, kwargs: Any, made: str) -> str:
+def _in_float32(func: Any, args: Any, kwargs: Any) -> str:
     """The same operator on the same inputs in float32: is the dtype's range the reason?"""
     halves = [t for t in _tensors((args, kwargs)) if t.dtype in (torch.float16, torch.bfloat16)]
     if not halves or func._schema.is_mutable:
@@ -256,11 +274,8 @@ def _in_float32(func: Any, args: Any, kwargs: Any, made: str) -> str:
     if _bad(output):
         return "it is not finite in float32 either"
     peak = max((float(t.abs().max()) for t in _tensors(output) if t.numel()), default=0.0)
-    dtype = halves[0].dtype
-    limit = _HALF_MAX.get(dtype)
-    if limit is not None and peak > limit:
-        return f"max |x| is {peak:.3g} in float32, float16 ends at 65504 (bfloat16 holds it)"
-    return f"the same operator is finite in float32 (max |x| {peak:.3g})"
+    beyond = _beyond_half(peak, halves[0].dtype)
+    return beyond or f"the same operator is finite in float32 (max |x| {peak:.3g})"
 
 
 def _raised(value: Any) -> Any:

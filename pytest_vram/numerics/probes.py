@@ -146,6 +146,7 @@ class Probes:
     #: Scale every loss by 1, to see gradients as they are: a diagnostic replay.
     unit_scale: bool = False
     scales: dict[int, float] = field(default_factory=dict)
+    telling: bool = False  #: listeners are at work: operators that run now are theirs
 
     def __post_init__(self) -> None:
         self._undo = contextlib.ExitStack()
@@ -227,9 +228,13 @@ class Probes:
     def _tell(self, event: str, *args: Any) -> None:
         # Modes of the test's (and the CPU stand-in's, which says that tensors are on a GPU) are not
         # to see what the watch does.
-        with torch._C.DisableTorchFunction():
-            for listener in self.listeners:
-                getattr(listener, event)(*args)
+        self.telling = True
+        try:
+            with torch._C.DisableTorchFunction():
+                for listener in self.listeners:
+                    getattr(listener, event)(*args)
+        finally:
+            self.telling = False
 
     # ---- modules
 

@@ -1,0 +1,67 @@
+"""Running a training body under the watch as the plugin's numerics pass does, in one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pytest_vram.findings import Finding
+from pytest_vram.numerics import CpuStandIn, Watch
+
+
+@dataclass
+class Budget:
+    """The part of a marker's budget that the watch reads."""
+
+    warmup: int = 1
+    steps: int = 3
+    skipped_steps: int | None = None
+    trainable: str | None = None
+
+
+@dataclass
+class Health:
+    findings: tuple[Finding, ...]
+    watch: Watch
+    error: BaseException | None = None
+
+    def of(self, kind: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.kind == kind]
+
+    @property
+    def failing(self) -> list[str]:
+        return [f.text() for f in self.findings if f.severity in ("fail", "warn")]
+
+    def text(self) -> str:
+        return "\n".join(finding.text() for finding in self.findings)
+
+
+def health(
+    body: Callable[[], object], budget: Budget | None = None, *, replay: bool = True
+) -> Health:
+    """Findings of ``body``, which may raise: once for real and, where the watch asks for it, once
+    more to name the operator."""
+    watch, error = _once(body, Watch())
+    again = None
+    if replay and watch.needs_replay:
+        again, _ = _once(body, Watch(diagnose=True))
+    return Health(watch.findings(budget or Budget(), again), watch, error)
+
+
+def _once(body: Callable[[], object], watch: Watch) -> tuple[Watch, BaseException | None]:
+    random.seed(0)
+    torch.manual_seed(0)
+    error = None
+    with CpuStandIn(), watch:
+        try:
+            body()
+        except Exception as raised:  # noqa: BLE001 - what the loop raises is its own affair
+            error = raised
+    return watch, error
+
+
+def sentences(findings: Sequence[Finding]) -> list[str]:
+    return [finding.sentence for finding in findings]
