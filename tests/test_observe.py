@@ -416,7 +416,10 @@ def test_an_exception_leaves_every_module_and_patch_behind(diary: Diary) -> None
     assert torch.amp.GradScaler.step is step
     assert torch.optim.Optimizer.__init__ is init
     hooks = nn.modules.module
-    assert not hooks._has_any_global_hook()
+    assert not hooks._global_forward_pre_hooks
+    assert not hooks._global_forward_hooks
+    assert not hooks._global_forward_hooks_with_kwargs
+    assert not hooks._global_forward_hooks_always_called
     assert not hooks._global_module_registration_hooks
     assert not hooks._global_parameter_registration_hooks
     optimizers = sys.modules["torch.optim.optimizer"]

@@ -64,7 +64,7 @@ def environment(index: int = 0) -> dict[str, str]:
 
 
 def _cudnn_version() -> str:
-    number = torch.backends.cudnn.version() or 0
+    number = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     # cudnn.h: 9 and later count major * 10000 + minor * 100 + patch, before it major * 1000.
     unit = 10000 if number >= 90000 else 1000
     return f"{number // unit}.{number % unit // 100}.{number % 100}" if number else ""

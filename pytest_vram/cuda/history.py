@@ -1,4 +1,4 @@
-"""One device's side of a recording: counts and marks while it runs, a Trace when it ends."""
+"""One device's side of a recording: counts and marks while it runs, and the Trace they give."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class DeviceHistory:
-    """What a device did between :meth:`begin` and :meth:`end`.
+    """What a device did since :meth:`begin`.
 
     A position is the number of requests, frees and failed requests since the beginning: the
     allocator counts them (``allocation.all.allocated``, ``.freed``, ``num_ooms``), and the history
@@ -34,7 +34,6 @@ class DeviceHistory:
         self.awake = False  #: marks are told to it
         self._offset = 0  # counts that a reset took away
         self._first = 0
-        self._last = 0
         self._base: tuple[int, int] = (0, 0)
         self._segments: list[Mapping[str, Any]] = []
         self._peaks = (0, 0)
@@ -46,7 +45,8 @@ class DeviceHistory:
         """``base``: bytes allocated and reserved before holes were closed, of which ``unclosed``
         bytes are open still."""
         self._base, self._open = base, unclosed
-        self._segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == self.index]
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        self._segments = [s for s in segments if s["device"] == self.index]
         torch.cuda.reset_peak_memory_stats(self.index)
         self._first = self._count()
 
@@ -66,23 +66,16 @@ class DeviceHistory:
         requests = stats["allocation"]["all"]
         return int(requests["allocated"] + requests["freed"] + stats["num_ooms"]) + self._offset
 
-    def counts_are_reset(self) -> None:
+    def keep_counts(self) -> None:
         self._offset = self._count()
 
-    def peaks_are_reset(self) -> None:
+    def keep_peaks(self) -> None:
+        """The allocator's own peaks until now are remembered; a reset may follow."""
         stats = torch._C._cuda_memoryStats(self.index)
         self._peaks = (
             max(self._peaks[0], stats["allocated_bytes"]["all"]["peak"]),
             max(self._peaks[1], stats["reserved_bytes"]["all"]["peak"]),
         )
-
-    def end(self) -> None:
-        self.peaks_are_reset()
-        self._last = self._count()
-
-    @property
-    def used(self) -> bool:
-        return self._last > self._first
 
     # ---- afterwards
 
@@ -93,7 +86,8 @@ class DeviceHistory:
         conf: str,
         error: BaseException | None,
     ) -> Trace:
-        """The Trace of ``entries`` (PyTorch's ``device_traces[index]``)."""
+        """The Trace of ``entries`` (PyTorch's ``device_traces[index]``, until now)."""
+        self.keep_peaks()
         reader = _Reader(self._segments, self.marks, stacks)
         blocks, notes = self._blocks(entries, conf)
         reader.read(entries, blocks)
@@ -132,11 +126,11 @@ class DeviceHistory:
         return replayed.blocks, []
 
     def _compare_counts(self, reader: _Reader, notes: list[str]) -> None:
-        missing = self._last - self._first - reader.position
-        if missing:
+        counted = self._count() - self._first
+        if missing := counted - reader.position:
             notes.append(
-                f"PyTorch's memory history lacks {missing} of {self._last - self._first} requests "
-                "and frees; did the test use torch.cuda.memory._record_memory_history itself?"
+                f"PyTorch's memory history lacks {missing} of {counted} requests and frees; did "
+                "the test use torch.cuda.memory._record_memory_history itself?"
             )
 
 

@@ -53,7 +53,7 @@ class Plugs:
 def _holes(device: int) -> list[tuple[int, int]]:
     """``(bytes, stream)`` of each free block; those of graphs' private pools are nobody else's."""
     holes = []
-    for segment in torch.cuda.memory_snapshot():
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         if segment["device"] != device or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
             continue
         small = segment["segment_type"] == "small"
@@ -66,4 +66,5 @@ def _holes(device: int) -> list[tuple[int, int]]:
 def _on(stream: int, device: int) -> Any:
     if stream == 0:  # ExternalStream takes 0 for "none given"
         return torch.cuda.stream(torch.cuda.default_stream(device))
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))
+    other = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(other)

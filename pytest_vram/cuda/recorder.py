@@ -30,8 +30,8 @@ class Recording:
     """Context manager and Recorder of one pass of a test on real devices.
 
     ``trace()`` is the main device's (``device``, the current one by default), ``traces()`` those of
-    every device that the test allocated on; both after leaving. Figures exclude what the devices
-    held before. Raises RuntimeError when entered twice.
+    every device that the test allocated on; so far, or whole after leaving. Figures exclude what
+    the devices held before. Raises RuntimeError when entered twice.
     """
 
     def __init__(self, device: int | None = None) -> None:
@@ -41,17 +41,18 @@ class Recording:
         self._phases: list[Mark] = []
         self._modules: list[str] = []
         self._traces: dict[int, Trace] = {}
+        self._ended = False
         self._undo = ExitStack()
 
     # ---- results
 
     def trace(self) -> Trace:
         """The main device's Trace; without events if the test allocated nothing there."""
-        return self._traces[self._main_device]
+        return self.traces()[self._main_device]
 
     def traces(self) -> dict[int, Trace]:
         """Traces by device index, the main device's always among them."""
-        return dict(self._traces)
+        return self._traces if self._ended else self._read(None)
 
     @property
     def _main_device(self) -> int:
@@ -106,7 +107,7 @@ class Recording:
     def __enter__(self) -> Recording:
         if self._devices:
             raise RuntimeError("a Recording can be entered once; make another one")
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         if torch.cuda.get_allocator_backend() != "native":
             raise RuntimeError(
                 "memory can be measured with PyTorch's own CUDA allocator only, not with "
@@ -138,27 +139,28 @@ class Recording:
         with self._undo:
             gc.collect()
             torch.cuda.synchronize(self._main_device)
-            for history in self._devices.values():
-                history.end()
-            self._read(_snapshot(), error)
+            self._traces = self._read(error)
+            self._ended = True
 
-    def _read(self, snapshot: dict[str, Any], error: BaseException | None) -> None:
-        stacks = Stacks()
+    def _read(self, error: BaseException | None) -> dict[int, Trace]:
+        snapshot, stacks = _snapshot(), Stacks()
         conf = snapshot.get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
+        traces: dict[int, Trace] = {}
         for index, history in self._devices.items():
-            if index == self._main_device or history.used:
+            if index == self._main_device or history.has_begun():
                 entries = snapshot["device_traces"][index]
-                self._traces[index] = history.trace(entries, stacks, conf, error)
+                traces[index] = history.trace(entries, stacks, conf, error)
+        return traces
 
     @contextmanager
     def _watched_counters(self) -> Iterator[None]:
         """A test may reset the allocator's counters; read them before it does."""
         with ExitStack() as undo:
             for name, before in (
-                ("_cuda_resetPeakMemoryStats", DeviceHistory.peaks_are_reset),
-                ("_accelerator_resetPeakStats", DeviceHistory.peaks_are_reset),
-                ("_cuda_resetAccumulatedMemoryStats", DeviceHistory.counts_are_reset),
-                ("_accelerator_resetAccumulatedStats", DeviceHistory.counts_are_reset),
+                ("_cuda_resetPeakMemoryStats", DeviceHistory.keep_peaks),
+                ("_accelerator_resetPeakStats", DeviceHistory.keep_peaks),
+                ("_cuda_resetAccumulatedMemoryStats", DeviceHistory.keep_counts),
+                ("_accelerator_resetAccumulatedStats", DeviceHistory.keep_counts),
             ):
                 original = getattr(torch._C, name, None)
                 if original is None:
@@ -218,7 +220,8 @@ def _snapshot() -> dict[str, Any]:
     given = os.environ.get("TORCH_SYMBOLIZE_MODE")
     os.environ.setdefault("TORCH_SYMBOLIZE_MODE", "dladdr")
     try:
-        return torch.cuda.memory._snapshot()
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+        return snapshot
     finally:
         if given is None:
             del os.environ["TORCH_SYMBOLIZE_MODE"]

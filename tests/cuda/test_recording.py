@@ -264,6 +264,27 @@ def test_a_test_that_allocates_nothing(on_stub: OnStub) -> None:
     assert found["notes"] == []
 
 
+def test_a_trace_so_far_and_the_whole(on_stub: OnStub) -> None:
+    first, second, whole, alone = on_stub("""
+        found = []
+
+        def body():
+            perceptron(width=500)
+            found.append(summary(settle(recording.trace())))
+            perceptron()
+            found.append(summary(settle(recording.trace())))
+
+        recording = Recording()
+        with recording, Observer(recording):
+            body()
+        alone = summary(recorded(lambda: (perceptron(width=500), perceptron()))[1])
+        answer([*found, summary(settle(recording.trace())), alone])
+    """)
+    assert first["peak"] < second["peak"] == whole["peak"] == alone["peak"]
+    assert first["notes"] == second["notes"] == whole["notes"] == []
+    assert whole["bills"] == alone["bills"]
+
+
 def test_each_device_that_is_used_has_a_trace(on_stub: OnStub) -> None:
     devices, summaries, phases, module = on_stub(
         """
