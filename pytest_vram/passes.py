@@ -140,11 +140,13 @@ def simulate(body: Body, profile: Profile) -> Outcome:
     return outcome
 
 
-def measure(body: Body, index: int) -> Outcome:
-    """The body on the real device ``index``: memory and numbers in one run."""
+def measure(body: Body, index: int, estimate: Trace | None = None) -> Outcome:
+    """The body on the real device ``index``: memory and numbers in one run. ``estimate`` is the
+    simulation's Trace, which knows the tensors' shapes."""
     from pytest_vram.cuda import Recording, device_lock
     from pytest_vram.numerics import Watch
     from pytest_vram.observe import Observer
+    from pytest_vram.shapes import borrow
 
     name = torch.cuda.get_device_name(index)
     outcome = Outcome("measurement", f"cuda:{index} ({name})")
@@ -160,13 +162,14 @@ def measure(body: Body, index: int) -> Outcome:
         with Observer(recording) as observer:
             current = Pass("measurement", torch.device("cuda", index), body.budget, True)
             current.observer, current.watch = observer, watch
-            current.label_tensor = recording.label
+            current.label_tensor, current.snapshot = recording.label, recording.trace
             _run(body, current, outcome)
         _end(body, outcome)
     _read_watch(watch, body.budget, outcome)
-    _keep(settle(observer.renumber(recording.trace())), outcome)
-    for other, trace in sorted(recording.traces().items()):
-        peak = Ledger.from_trace(trace).peak_allocated if other != index else 0
+    trace = settle(observer.renumber(recording.trace()))
+    _keep(trace if estimate is None else borrow(trace, estimate), outcome)
+    for other, seen in sorted(recording.traces().items()):
+        peak = Ledger.from_trace(seen).peak_allocated if other != index else 0
         if peak:
             outcome.notes += (f"{peak} bytes at the peak of cuda:{other}, which is not judged",)
     return outcome

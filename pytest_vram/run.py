@@ -116,9 +116,10 @@ class ItemRun:
 
         facts = card_facts(index)
         self._environment = environment("cuda", facts.pop("gpu"), facts)
+        estimate = None
         if self.settings.estimate:
-            self._keep(passes.simulate(body, profile_of(index)))
-        measured = self._keep(passes.measure(body, index))
+            estimate = self._keep(passes.simulate(body, profile_of(index))).trace
+        measured = self._keep(passes.measure(body, index, estimate))
         self.vram.remember(measured.ledger, measured.device)
 
     def _keep(self, outcome: Outcome) -> Outcome:
