@@ -266,7 +266,8 @@ class ModelShape:
             yield Weight("head.transform.bias", (self.hidden,), "head")
             yield from _norm("head.norm", self.tower, 1)
         if self.head != "none" and not self.tied:
-            yield Weight("head", (self.logits, self.hidden), "head", 1, "columns")
+            width = self.embedding_width or self.hidden
+            yield Weight("head", (self.logits, width), "head", 1, "columns")
         if self.head_bias:
             yield Weight("head.bias", (self.logits,), "head", 1, "columns")
 

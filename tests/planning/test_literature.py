@@ -1,0 +1,183 @@
+"""Figures from papers and from other tools, with the exact numbers that they print."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_vram.planning import literature as lit
+from pytest_vram.planning.configs import named
+from pytest_vram.planning.shapes import decoder
+
+GB, GIB, MIB = 10**9, 2**30, 2**20
+
+
+def test_explicit_attention_of_a_7b_layer():
+    """L=32, H=4096, A=32, B=1, S=2048."""
+    assert lit.attention_elements(1, 2048, 4096, 32) == (159_383_552, 402_653_184)
+    layer = lit.explicit_layer(1, 2048, 4096, 32)
+    assert round(layer / GB, 3) == 1.124
+    assert round(32 * layer / GB, 2) == 35.97
+    assert round(32 * lit.explicit_layer(4, 2048, 4096, 32) / GB, 1) == 143.9
+
+
+def test_fixed_bills_and_activations_together():
+    activations = 32 * lit.explicit_layer(1, 2048, 4096, 32)
+    assert round((112 * GB + activations) / GB) == 148
+    assert 112 + 4 == 116  # full checkpointing leaves 4 GB of activations
+    assert round((112 * GB + 4 * activations) / GB) == 256
+    assert 208 + 5 == 213  # 13B, one sample, checkpointed
+    assert 28 + 28 + 56 + int(lit.rule_of_thumb(32, 512, 4096, 32) / GB) + 5 == 138
+
+
+def test_the_rule_of_thumb():
+    assert round(lit.rule_of_thumb(32, 512, 4096, 32) / GB, 1) == 21.5
+
+
+def test_tokens_in_ten_gigabytes():
+    fit = {kind: lit.tokens_in_budget(10 * GB, 4096, 32, kind) for kind in lit.PER_TOKEN}
+    assert fit["none"] == 2_243
+    assert fit["selective"] == 4_238
+    assert fit["full"] == pytest.approx(38_147, abs=1)
+
+
+def test_korthikanti_formulas():
+    """arXiv 2205.05198, equations 1, 2, 4 and 6, and table 2."""
+    sizes = {"batch": 4, "sequence": 2048, "hidden": 6144, "heads": 64}  # 22B
+    unit = 4 * 2048 * 6144
+    share = 5 * 64 * 2048 / 6144
+    assert lit.korthikanti_layer(**sizes) == pytest.approx(unit * (34 + share))
+    assert lit.korthikanti_layer(**sizes, tensor=8) == pytest.approx(
+        unit * (10 + 24 / 8 + share / 8)
+    )
+    both = lit.korthikanti_layer(**sizes, tensor=8, sequence_parallel=True)
+    assert both == pytest.approx(unit / 8 * (34 + share))
+    assert lit.korthikanti_layer(**sizes, recompute="selective") == 34 * unit
+    assert lit.korthikanti_layer(**sizes, recompute="full") == 2 * unit
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "share", "saved"),
+    [(12288, 96, 80, 70), (20480, 128, 64, 65)],
+    ids=["GPT-3", "MT-NLG"],
+)
+def test_what_selective_recomputation_saves(hidden, heads, share, saved):
+    """Section 5: 5 A S / H is 80 for GPT-3 and 64 for MT-NLG; 70 % and 65 % are saved."""
+    assert lit.attention_share(2048, hidden, heads) == share
+    assert round(100 * lit.selective_saving(2048, hidden, heads)) == saved
+
+
+def test_output_deallocation_of_the_530b_model():
+    """Appendix B: 2.73 GB a GPU (the paper counts 2^30), p = 35, H = 20480, S = 2048, B = 1."""
+    assert round(lit.output_deallocation(1, 2048, 20480, 35) / GIB, 2) == 2.73
+
+
+@pytest.mark.parametrize("each", [(16, 1.0), (10, 1.6), (8, 2.0)])
+def test_largest_model_on_24_gb(each):
+    per_parameter, billions = each
+    assert lit.largest_model(24e9, 2e9, 6e9, per_parameter) == billions * GB
+
+
+def test_bare_arithmetic_of_cards():
+    assert lit.bare_cards(213, 80) == 3
+    assert lit.bare_cards(256, 80) == 4
+
+
+def test_extra_compute_is_a_third_of_a_step():
+    assert lit.extra_compute("full") == pytest.approx(2 / 6)
+
+
+def _gib(size):
+    return f"{size / GIB:.2f}"
+
+
+def test_deepspeed_zero2_examples():
+    """deepspeed.readthedocs.io/en/latest/memory.html: 2851M parameters, one node of 8 GPUs. What
+    it prints as GB are 2^30 bytes."""
+    away = lit.deepspeed_zero2(2_851_000_000, gpus=8, offload=True)
+    assert (_gib(away.cpu), _gib(away.gpu)) == ("127.45", "5.31")
+    here = lit.deepspeed_zero2(2_851_000_000, gpus=8)
+    assert (_gib(here.cpu), _gib(here.gpu)) == ("127.45", "15.93")
+
+
+@pytest.mark.parametrize(
+    ("offload_parameters", "offload", "zero_init", "cpu", "gpu"),
+    [
+        (True, True, True, "71.69", "0.12"),
+        (True, True, False, "127.45", "0.12"),
+        (False, True, True, "63.72", "0.78"),
+        (False, True, False, "127.45", "0.78"),
+        (False, False, True, "1.43", "6.09"),
+        (False, False, False, "127.45", "6.09"),
+    ],
+)
+def test_deepspeed_zero3_examples(offload_parameters, offload, zero_init, cpu, gpu):
+    """The same page, largest layer 32M."""
+    need = lit.deepspeed_zero3(
+        2_851_000_000,
+        32_000_000,
+        gpus=8,
+        offload=offload,
+        offload_parameters=offload_parameters,
+        zero_init=zero_init,
+    )
+    assert (_gib(need.cpu), _gib(need.gpu)) == (cpu, gpu)
+
+
+def test_deepspeed_t5_large_over_four_gpus():
+    """The same page, t5-large: 737.67M parameters, largest layer 32.90M; MB are 2^20 bytes."""
+    case1 = lit.deepspeed_zero3(737_668_096, 32_899_072, gpus=4).gpu
+    case3 = lit.deepspeed_zero3(737_668_096, 32_899_072, gpus=4, offload=True).gpu
+    assert (case1 >> 20, case3 >> 20) == (3291, 477)
+
+
+def _megatron(**sizes):
+    return decoder(**{"vocab": 50304, **sizes})
+
+
+def test_megatron_gpt2_xl():
+    """Printed by Megatron-LM for GPT-2 XL on one GPU (S=1024, micro-batch 1, vocabulary padded to
+    50304): weight and optimizer=26699.47 MB, activation=2785.59 MB."""
+    shape = _megatron(layers=48, hidden=1600, heads=25)
+    run = lit.MegatronRun(sequence=1024)
+    weights = lit.megatron_weights(shape, run)
+    activations = lit.megatron_activations(shape, run, sequence_parallel=False)
+    assert round(weights / MIB, 2) == 26699.47
+    assert round(activations / MIB, 2) == 2785.59
+    assert round((weights + activations) / MIB, 2) == 29485.06
+
+
+def test_megatron_65b_over_tensor_4_and_pipeline_8():
+    """Printed for 80 layers of 8192 (S=4096, micro-batch 2, vocabulary padded to 32256): weight
+    and optimizer=35695.42 MB, activation=86554.12 MB, total=122249.54 MB."""
+    shape = _megatron(layers=80, hidden=8192, heads=64, vocab=32256)
+    run = lit.MegatronRun(sequence=4096, batch=2, tensor=4, pipeline=8)
+    weights = lit.megatron_weights(shape, run) / MIB
+    activations = lit.megatron_activations(shape, run, sequence_parallel=False) / MIB
+    assert weights == pytest.approx(35695.42, abs=0.01)
+    assert activations == pytest.approx(86554.12, abs=0.01)
+    assert weights + activations == pytest.approx(122249.54, abs=0.01)
+
+
+def test_megatron_llama_2_7b_with_the_distributed_optimizer():
+    """Printed by Megatron-LM 0.10 for Llama-2-7B, pipeline 4, two data-parallel ranks: 20029.52 MB.
+    That version still counted two vectors for an RMSNorm."""
+    run = lit.MegatronRun(sequence=4096, pipeline=4, data=2, distributed_optimizer=True)
+    shape = named("llama-7b")
+    assert round(lit.megatron_weights(shape, run) / MIB, 2) == 20028.76
+    older = replace(shape, towers=(replace(shape.tower, norm="layernorm"),))
+    assert round(lit.megatron_weights(older, run) / MIB, 2) == 20029.52
+
+
+def test_megatron_with_sequence_parallelism_and_interleaving():
+    """The formula of ``compute_activation_memory``: 34 S B H over t a layer when F = 4H."""
+    shape = _megatron(layers=8, hidden=1024, heads=16)
+    run = lit.MegatronRun(sequence=512, batch=2, tensor=4, pipeline=2, interleaved=2)
+    unit = 512 * 2 * 1024
+    expected = (34 * unit * 8 + 8 * 512 * 2 * 2 + unit * 2) * (1 + 1 / 4) / 4
+    assert lit.megatron_activations(shape, run, sequence_parallel=True) == int(expected)
+    short = lit.MegatronRun(sequence=512, batch=2, pipeline=4, micro_batches=2)
+    whole = lit.MegatronRun(sequence=512, batch=2, pipeline=4)
+    half = lit.megatron_activations(shape, short, sequence_parallel=True)
+    assert half == lit.megatron_activations(shape, whole, sequence_parallel=True) // 2
