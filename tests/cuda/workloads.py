@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pytest_vram.bills import settle
-from pytest_vram.cuda import Recording
+from pytest_vram.cuda import Recording, profile_of
 from pytest_vram.observe import Observer
+from pytest_vram.sim.simulation import Simulation
 from pytest_vram.trace import Trace
 
 
@@ -127,3 +129,12 @@ def alive(trace: Trace, position: int) -> set[int]:
         elif event.kind == "free":
             live.discard(event.index)
     return live
+
+
+def simulated(body: Callable[[], Any]) -> Trace:
+    """The same on a simulation of the card that is here."""
+    with Simulation(profile_of(0)) as simulation:
+        with Observer(simulation) as observer:
+            body()
+        gc.collect()
+        return settle(observer.renumber(simulation.trace()))
