@@ -25,6 +25,7 @@ class GradientState:
     applied_as: tuple[int, int] = (0, -1)  #: identity and version of the gradient that was used
     ever: bool = False  #: a backward has reached this parameter
     contributions: int = 0  #: backward passes since it was last empty or applied
+    stacked_at: str = ""  #: line of a backward that added to a gradient already used
 
 
 @dataclass(slots=True)
@@ -33,7 +34,6 @@ class Reached:
 
     state: GradientState
     before: GradientState
-    kept: bool  #: added to a gradient that an optimizer had already used
 
 
 @dataclass(slots=True)
@@ -185,8 +185,11 @@ class Loop(Listener):
             if grad is None or (id(grad), version(grad)) == self._before.get(id(parameter)):
                 continue
             state = self.state(parameter)
-            kept = id(parameter) in self._before and state.applied_as == _fingerprint(grad, -1)
-            self.reached.append(Reached(state, replace(state), kept))
+            if id(parameter) not in self._before:
+                state.stacked_at = ""
+            elif state.applied and state.applied_as == _fingerprint(grad, -1):
+                state.stacked_at = call.line
+            self.reached.append(Reached(state, replace(state)))
             state.ever, state.applied, state.unscaled_at = True, False, ""
             state.contributions += 1
             state.scale = state.produced = call.scale
@@ -209,7 +212,7 @@ class Loop(Listener):
             state = self.gradients.get(id(parameter))
             if state is not None:
                 state.scale, state.applied, state.unscaled_at = 1.0, False, ""
-                state.contributions = 0
+                state.contributions, state.stacked_at = 0, ""
 
     def update_begins(self, update: Update) -> None:
         record = self.record(update.optimizer)

@@ -27,8 +27,6 @@ class WiringWatch(Listener):
         self._autocast_step = ""
         self._reentrant: list[tuple[str, Any]] = []
         self._micro: list[tuple[str, str]] = []  # (line, how the loss was reduced) since an update
-        self._first_unscale: dict[tuple[int, int], str] = {}
-        self._zeroed = False
 
     def _add(self, key: str, sentence: str, *details: str, hint: str = "", **more: Any) -> None:
         kind = more.pop("kind", "scaler")
@@ -45,8 +43,6 @@ class WiringWatch(Listener):
         seen = self._scaler(call.scaler)
         if call.error is not None:
             self._refused(call, seen)
-        elif call.kind == "scale":
-            self._missing_update(call, seen)
         elif call.kind == "unscale_":
             seen.unscaled[id(call.optimizer)] = call.line
             self._dtypes(call)
@@ -70,6 +66,7 @@ class WiringWatch(Listener):
         else:
             self._beside_the_scaler(update)
         self._undivided_loss(update)
+        self._never_zeroed(update)
 
     def _refused(self, call: ScalerCall, seen: _ScalerSeen) -> None:
         """GradScaler raised: say in the terms of the loop what it could not say."""
@@ -88,7 +85,8 @@ class WiringWatch(Listener):
             self._add(
                 "unscale after step",
                 f"unscale_() at {call.line} comes after scaler.step() at {at} for {name}",
-                hint="the order is backward, unscale_, clip, step, update",
+                hint="the order is backward, unscale_, clip, step, update: is scaler.update() missing "
+                "at the end of the step before?",
             )
         elif "step() has already been called" in message:
             first = seen.stepped.get(id(call.optimizer), "an earlier line")
@@ -96,7 +94,7 @@ class WiringWatch(Listener):
                 "step twice",
                 f"scaler.step() was called twice for {name} without scaler.update() between: first "
                 f"at {first}, again at {call.line}",
-                hint="call scaler.update() once at the end of each step",
+                hint="scaler.update() is missing: call it once at the end of each step",
             )
         elif "No inf checks were recorded for this optimizer" in message:
             self._no_gradients(call)
@@ -117,16 +115,6 @@ class WiringWatch(Listener):
                 "never scaled",
                 f"scaler.{call.kind}() at {call.line} before any scaler.scale(loss)",
                 hint="backward must start from scaler.scale(loss)",
-            )
-
-    def _missing_update(self, call: ScalerCall, seen: _ScalerSeen) -> None:
-        if seen.stepped:
-            line = next(iter(seen.stepped.values()))
-            self._add(
-                "update missing",
-                f"scaler.step() at {line} was not followed by scaler.update() before the next "
-                f"scale() at {call.line}",
-                hint="call scaler.update() once at the end of each step, or the scale never adapts",
             )
 
     def _scale_changed(self, optimizer: Any, scaler: Any, line: str) -> None:
@@ -338,9 +326,6 @@ class WiringWatch(Listener):
         mixed = [r for r in self._loop.reached if r.before.unscaled_at and not r.before.applied]
         if mixed and call.scale != 1.0:
             self._mixed_units(call, mixed)
-        kept = [r for r in self._loop.reached if r.kept and r.before.applied]
-        if kept and not call.inside_step:
-            self._never_zeroed(call, kept)
         self._cut_by_checkpoint()
 
     def _mixed_units(self, call: Backward, mixed: list[Reached]) -> None:
@@ -354,13 +339,19 @@ class WiringWatch(Listener):
             scale=call.scale,
         )
 
-    def _never_zeroed(self, call: Backward, kept: list[Reached]) -> None:
+    def _never_zeroed(self, update: Update) -> None:
+        """What the optimizer reads is the sum of this step's gradients and of used ones."""
+        parameters = [p for p in optimizer_parameters(update.optimizer) if p.grad is not None]
+        stacked = [p for p in parameters if self._loop.state(p).stacked_at]
+        if not stacked or update.closure:
+            return
         self._add(
             "never zeroed",
-            f"backward at {call.line} adds to gradients that the optimizer has already used "
-            f"(step {self._loop.backward_step()}): they are never zeroed",
-            self._which(kept),
-            hint="call optimizer.zero_grad() once per step",
+            f"{self._loop.describe(update.optimizer)} steps at {update.line} with gradients of "
+            f"earlier steps added in (step {self._loop.step}): backward at "
+            f"{self._loop.state(stacked[0]).stacked_at} added to gradients that were already used",
+            f"parameters: {listed(self._loop.names.names(stacked))}",
+            hint="call optimizer.zero_grad() once per step, before backward",
             kind="untrained",
         )
 
