@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
@@ -27,15 +25,16 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from pytest_vram.observe.names import ModuleNames
+from pytest_vram.observe.steps import StepCounter
+from pytest_vram.observe.tensors import optimized, plain_tensors, tensors_in
 from pytest_vram.trace import Phase, Recorder, Trace
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -54,8 +53,8 @@ class Observer:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._names = _Modules()
-        self._steps = _Steps()
+        self._names = ModuleNames()
+        self._steps = StepCounter()
         self._stack: list[int] = []  # ids of the modules that are running, outermost first
         self._backward_depth = 0
         self._scaling = 0  # GradScaler.step calls that are running
@@ -313,7 +312,7 @@ class Observer:
             self._recorder.phase(phase.name, phase.step)
 
     def _label(self, value: Any, bill: str, name: str) -> None:
-        for tensor, suffix in _plain(value):
+        for tensor, suffix in plain_tensors(value):
             self._recorder.label(tensor, bill, name + suffix)
 
     def _label_modules(self) -> None:
@@ -330,20 +329,20 @@ class Observer:
             if parameter.is_leaf and parameter.grad is not None:
                 self._label(parameter.grad, "gradients", name)
         for optimizer in optimizers:
-            for name, parameter in _optimized(optimizer):
+            for name, parameter in optimized(optimizer):
                 if id(parameter) not in seen and parameter.grad is not None:
                     self._label(parameter.grad, "gradients", name)
 
     def _label_optimizer(self, optimizer: Optimizer) -> None:
         """Optimizers may be duck-typed (GradScaler accepts that): they need ``param_groups``."""
         names = {id(parameter): name for name, parameter in self._names.parameters()}
-        optimized = list(_optimized(optimizer))
-        held = {id(parameter) for _, parameter in optimized}
+        updated = list(optimized(optimizer))
+        held = {id(parameter) for _, parameter in updated}
         has_low_precision_twin = any(
             parameter.dtype in _HALF and id(parameter) not in held
             for _, parameter in self._names.parameters()
         )
-        for name, parameter in optimized:
+        for name, parameter in updated:
             if id(parameter) not in names:
                 names[id(parameter)] = name
                 master = has_low_precision_twin and parameter.dtype not in _HALF
@@ -351,7 +350,7 @@ class Observer:
         state = getattr(optimizer, "state", None) or {}
         for key, value in list(state.items()):
             owner = names.get(id(key), "") if isinstance(key, Tensor) else str(key)
-            for path, tensor in _tensors(value):
+            for path, tensor in tensors_in(value):
                 self._label(tensor, "optimizer_state", f"{path} of {owner}" if owner else path)
         for number, group in enumerate(getattr(optimizer, "param_groups", ())):
             for key, value in group.items():
@@ -363,219 +362,6 @@ class Observer:
             # What a graph leads to was computed from something: it is another module's output.
             if isinstance(leaf, Tensor) and leaf.grad_fn is None:
                 self._label(leaf, "inputs", "")
-
-
-class _Modules:
-    """Dotted names of the modules that a test uses. Holds neither modules nor tensors alive.
-
-    Names are relative to the outermost module (``blocks.3.fc``). Its class name stands before them
-    only where two outermost modules would share a name, or where there is nothing below it.
-    """
-
-    def __init__(self) -> None:
-        self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._tops: list[_Top] = []
-        self._built: dict[int, weakref.ref[nn.Module]] = {}  # made in the test, without a parent
-        self._called: dict[int, weakref.ref[nn.Module]] = {}
-
-    def path(self, module: nn.Module) -> str | None:
-        known = self._paths.get(id(module))
-        return known[1] if known is not None and known[0]() is module else None
-
-    def built(self, module: nn.Module) -> None:
-        if id(module) not in self._built or self._built[id(module)]() is not module:
-            self._built[id(module)] = weakref.ref(module)
-
-    def adopted(self, parent: nn.Module, child: nn.Module) -> None:
-        self._built.pop(id(child), None)
-        self.built(parent)
-
-    def called(self) -> list[nn.Module]:
-        return [module for ref in self._called.values() if (module := ref()) is not None]
-
-    def call(self, module: nn.Module) -> None:
-        """``module`` starts a forward that no other module called."""
-        top = next((t for t in self._tops if t.holds(module)), None)
-        outermost = top.ref() if top is not None else None
-        outermost = module if outermost is None else outermost
-        self._called.setdefault(id(outermost), weakref.ref(outermost))
-        if self._called[id(outermost)]() is not outermost:
-            self._called[id(outermost)] = weakref.ref(outermost)
-
-    def discover(self, module: nn.Module, stack: list[int]) -> str:
-        """The path of a module that was never seen: new below a known one, hidden in one (in a
-        plain list, say), or the first of its tree."""
-        for top in self._tops:
-            if (root := top.ref()) is not None:
-                self._walk(root, top)
-        path = self.path(module)
-        if path is not None:
-            return path
-        caller = self._paths[stack[-1]][1] if stack and stack[-1] in self._paths else ""
-        self._add_top(module, under=f"{caller}.{type(module).__name__}" if caller else "")
-        return self._paths[id(module)][1]
-
-    def _add_top(self, module: nn.Module, under: str = "") -> None:
-        below = {id(child) for child in module.modules()}
-        self._tops = [
-            top for top in self._tops if (root := top.ref()) is not None and id(root) not in below
-        ]
-        top = _Top(weakref.ref(module))
-        top.prefix = under or self._prefix(module)
-        self._tops.append(top)
-        self._walk(module, top)
-
-    def _prefix(self, module: nn.Module) -> str:
-        kind = type(module).__name__
-        own = _relative_names(module)
-        taken = {name for top in self._tops for name in top.names}
-        candidates = [kind] if next(module.children(), None) is None else ["", kind]
-        if not own:
-            return kind
-        count = 2
-        while True:
-            for prefix in candidates:
-                if not any(_join(prefix, name) in taken for name in own):
-                    return prefix
-            candidates = [f"{kind}#{count}"]
-            count += 1
-
-    def _walk(self, module: nn.Module, top: _Top) -> None:
-        top.modules = []
-        for name, child in module.named_modules():
-            path = _join(top.prefix, name) or type(module).__name__
-            self._paths[id(child)] = (weakref.ref(child), path)
-            top.modules.append((weakref.ref(child), _join(top.prefix, name)))
-        top.names = {_join(top.prefix, name) for name in _relative_names(module)}
-
-    def _each(self) -> Iterator[tuple[nn.Module, str]]:
-        for module in [ref() for ref in self._built.values()]:
-            if module is not None and self.path(module) is None:
-                self._add_top(module)
-        self._built.clear()
-        for top in self._tops:
-            for ref, path in top.modules:
-                if (module := ref()) is not None:
-                    yield module, path
-
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """``(dotted name, parameter)``; a tied one only under its first name."""
-        return self._distinct("_parameters")
-
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return self._distinct("_buffers")
-
-    def _distinct(self, attribute: str) -> Iterator[tuple[str, Tensor]]:
-        seen: set[int] = set()
-        for module, path in self._each():
-            for key, tensor in getattr(module, attribute).items():
-                if isinstance(tensor, Tensor) and id(tensor) not in seen and not is_lazy(tensor):
-                    seen.add(id(tensor))
-                    yield _join(path, key), tensor
-
-
-@dataclass(slots=True)
-class _Top:
-    """An outermost module: its prefix, its modules with their paths, and the names it takes."""
-
-    ref: weakref.ref[nn.Module]
-    prefix: str = ""
-    modules: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
-
-    def holds(self, module: nn.Module) -> bool:
-        return any(ref() is module for ref, _ in self.modules)
-
-
-@dataclass(slots=True)
-class _Segment:
-    """Forwards and backwards up to and with the optimizer steps that follow them."""
-
-    first: int = -1  #: number of the optimizer that stepped first
-    stepped: set[int] = field(default_factory=set)
-    backward: bool = False
-
-
-class _Steps:
-    """Counts training steps from what happened so far, and again when all is known."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.failed = False
-        self._explicit = False
-        self._segments: list[_Segment] = []
-        self._since_begin: set[int] = set()  # optimizers that have stepped in this step
-        self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}  # id -> (ref, number)
-        self._have_stepped: dict[int, None] = {}  # numbers, in order of the first step
-
-    @property
-    def segment(self) -> int:
-        """Index of the segment that runs now; -1 where none counts."""
-        return -1 if self._explicit else len(self._segments) - 1
-
-    def begin(self) -> None:
-        self._explicit = True
-        self.number += 1
-
-    def meet(self, optimizer: Any) -> int:
-        known = self._optimizers.get(id(optimizer))
-        if known is None or known[0]() is not optimizer:
-            number = known[1] + 1 if known is not None else 0
-            number = max([number, *(n + 1 for _, n in self._optimizers.values())])
-            self._optimizers[id(optimizer)] = known = (weakref.ref(optimizer), number)
-        return known[1]
-
-    def known(self) -> list[Any]:
-        return [o for ref, _ in self._optimizers.values() if (o := ref()) is not None]
-
-    def optimizers(self) -> list[Any]:
-        alive = {number: ref() for ref, number in self._optimizers.values()}
-        return [o for number in self._have_stepped if (o := alive.get(number)) is not None]
-
-    def work(self, backward: bool = False) -> None:
-        """A forward or a backward begins."""
-        if not self._segments:
-            self._open(new_step=not self._explicit)
-        elif self._segments[-1].stepped:
-            waiting = {n for ref, n in self._optimizers.values() if ref() is not None}
-            self._open(new_step=not self._explicit and waiting <= self._since_begin)
-        self._segments[-1].backward |= backward
-
-    def _open(self, new_step: bool) -> None:
-        self._segments.append(_Segment())
-        if new_step:
-            self.number += 1
-
-    def stepped(self, optimizer: Any) -> None:
-        """``optimizer`` is about to step (or its scaler decides that it doesn't)."""
-        number = self.meet(optimizer)
-        self._have_stepped.setdefault(number)
-        # A closure optimizer runs its forwards itself: nothing comes before its step.
-        if not self._segments or number in self._segments[-1].stepped:
-            self._open(new_step=not self._explicit)
-        segment = self._segments[-1]
-        if not segment.stepped:
-            segment.first = number
-            if number in self._since_begin:
-                self._since_begin = set()
-        segment.stepped.add(number)
-        self._since_begin.add(number)
-        if not self._explicit:
-            self.number = self.numbers()[-1]
-
-    def numbers(self) -> list[int]:
-        """The step of each segment, from 1, as far as it is known now."""
-        result: list[int] = []
-        step, stepped = 1, set[int]()
-        for segment in self._segments:
-            # Work that no optimizer step follows is a step cut short if it had a backward or
-            # failed; else (an evaluation at the end) it belongs to the step before.
-            cut_short = segment.first < 0 and (segment.backward or self.failed)
-            if result and (segment.first in stepped or cut_short):
-                step, stepped = step + 1, set()
-            stepped |= segment.stepped
-            result.append(step)
-        return result
 
 
 def _patched(
@@ -604,58 +390,3 @@ def _running_steps() -> int:
         count += frame.f_code is _STEP_CODE
         frame = frame.f_back  # type: ignore[assignment]
     return count
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def _relative_names(module: nn.Module) -> list[str]:
-    """Names of a tree's modules, parameters and buffers, relative to it."""
-    names = [name for name, _ in module.named_modules() if name]
-    names += [name for name, _ in module.named_parameters()]
-    return names + [name for name, _ in module.named_buffers()]
-
-
-def _optimized(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that an optimizer updates, with a name for those that no module holds."""
-    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
-        given = group.get("param_names")  # torch >= 2.6, when built from named_parameters()
-        for position, parameter in enumerate(group["params"]):
-            if isinstance(parameter, Tensor) and not is_lazy(parameter):
-                yield (given[position] if given else f"group {number}[{position}]"), parameter
-
-
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors inside dicts, lists and tuples: ``exp_avg``, ``old_dirs.3``."""
-    if isinstance(value, Tensor):
-        yield path or "state", value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _tensors(inner, _join(path, str(key)))
-    elif isinstance(value, (list, tuple)):
-        for position, inner in enumerate(value):
-            yield from _tensors(inner, _join(path, str(position)))
-
-
-def _plain(value: Any, suffix: str = "") -> Iterator[tuple[Tensor, str]]:
-    """Tensors that own storage: a DTensor's shard, a quantised weight's parts, a sparse gradient's
-    indices and values. Nothing is computed, so nothing is allocated."""
-    if not isinstance(value, Tensor) or is_lazy(value) or is_functorch_wrapped_tensor(value):
-        return
-    if is_traceable_wrapper_subclass(value):
-        for attribute in value.__tensor_flatten__()[0]:
-            yield from _plain(getattr(value, attribute), suffix)
-    elif value.layout is torch.sparse_coo:
-        yield value._indices(), f"{suffix} indices"
-        yield value._values(), f"{suffix} values"
-    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield value.crow_indices(), f"{suffix} indices"
-        yield value.col_indices(), f"{suffix} indices"
-        yield value.values(), f"{suffix} values"
-    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield value.ccol_indices(), f"{suffix} indices"
-        yield value.row_indices(), f"{suffix} indices"
-        yield value.values(), f"{suffix} values"
-    else:
-        yield value, suffix
