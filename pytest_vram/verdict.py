@@ -22,7 +22,7 @@ REMEDIES: Mapping[str, str] = {
     "gradients": "sharding gradients (ZeRO-2), or LoRA: frozen weights have none",
     "parameters": "sharding parameters (ZeRO-3/FSDP), lower-precision weights, or QLoRA",
     "inputs": "a smaller batch, or moving inputs one micro-batch at a time",
-    "temporary": "foreach=False or fused=True in the optimizer, or a chunked loss",
+    "temporary": "foreach=False or fused=True in the optimizer",
     "workspace": "a smaller CUBLAS_WORKSPACE_CONFIG",
     "autocast_cache": "torch.autocast(..., cache_enabled=False), or leaving autocast each step",
 }
@@ -133,6 +133,8 @@ def _remedy(moment: Moment, fragmented: Ledger | None = None) -> str:
         return ""
     bill, size = max(moment.bills.items(), key=lambda pair: pair[1])
     remedy = REMEDIES.get(bill)
+    if bill == "temporary" and moment.phase != "optimizer":
+        remedy = "computing the largest of them in smaller pieces"
     if remedy is None:
         return ""
     share = 100 * size / moment.allocated

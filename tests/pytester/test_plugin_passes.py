@@ -1,0 +1,489 @@
+"""What the passes of one item mean together, and how other plugins and fixtures fare with them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import Project, outcomes
+
+BUDGET = '@pytest.mark.vram_budget("1 GiB")'
+
+
+def test_a_value_decides_in_the_pass_that_has_values(project: Project) -> None:
+    path = project.write(f"""
+{BUDGET}
+def test_x():
+    losses = loop("cuda")
+    assert losses[-1] < losses[0]  # the line
+""")
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "the line" in text)
+    result = project.run(cpu=True)
+    assert outcomes(result) == {"passed": 1}
+    result.stdout.fnmatch_lines(
+        [
+            "  test_x *a100-80gb *ok",
+            "numbers: 1 by a real run on the CPU",
+            f"test_x: the simulated pass ended at test_a.py:{line}: AssertionError: *; simulated "
+            "tensors have no values: the pass on the CPU decided, and memory was judged up to that "
+            "line",
+            "  hint: guard what looks at values with `if vram.has_values:`",
+        ]
+    )
+
+
+def test_without_a_real_pass_it_is_an_error_that_says_so(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x():
+    losses = loop("cuda")
+    assert losses[-1] < losses[0]
+""")
+    result = project.run()
+    assert outcomes(result) == {"failed": 1}
+    result.stdout.fnmatch_lines(
+        [
+            ">       assert losses[[]-1] < losses[[]0]",
+            "*- Captured vram call -*",
+            "The test failed in the simulated pass, which has no values, and no other pass ran to "
+            "decide:",
+            "test_a.py:*: AssertionError: *",
+            "If it looked at a value, guard that with `if vram.has_values:`; or let the numbers be "
+            "checked with --vram-numerics cpu.",
+        ]
+    )
+
+
+def test_has_values(project: Project) -> None:
+    project.write(f"""
+seen = []
+
+{BUDGET}
+def test_x(vram):
+    measured = vram.train(*build(vram.device))
+    seen.append((vram.has_values, len(measured.losses), measured.peak_allocated))
+    if vram.has_values:
+        assert measured.losses[-1] < measured.losses[0]
+
+def test_y():
+    (simulated, no_losses, peak), (real, losses, same_peak) = seen
+    assert (simulated, no_losses, real, losses) == (False, 0, True, 4)
+    assert peak == same_peak > 0
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 2}
+
+
+def test_an_assertion_that_fails_with_values_is_the_tests_own_failure(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x():
+    losses = loop("cuda")
+    assert losses[-1] > losses[0]
+""")
+    result = project.run(cpu=True)
+    assert outcomes(result) == {"failed": 1}
+    result.stdout.fnmatch_lines(["E       assert * > *", "  test_x *failed"])
+    result.stdout.no_fnmatch_line("*simulated pass ended*")
+
+
+def test_a_test_that_raises_for_its_own_reasons(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x():
+    loop("cuda")
+    raise KeyError("mine")
+""")
+    result = project.run(cpu=True)
+    result.stdout.fnmatch_lines(["E       KeyError: 'mine'", "FAILED *KeyError: 'mine'"])
+
+
+def test_findings_beside_the_tests_own_failure_are_a_section(project: Project) -> None:
+    project.write("""
+@pytest.mark.vram_budget("1 KiB")
+def test_x():
+    loop("cuda")
+    raise KeyError("mine")
+""")
+    result = project.run(cpu=True)
+    result.stdout.fnmatch_lines(
+        ["E       KeyError: 'mine'", "*Captured vram call*", "VRAM over budget: peak allocated *"]
+    )
+
+
+def test_skips_and_xfails_from_inside(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_skip():
+    pytest.skip("not today")
+
+{BUDGET}
+def test_xfail():
+    pytest.xfail("known")
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.vram_budget("1 KiB")
+def test_over(vram):
+    vram.train(*build(vram.device))
+
+@pytest.mark.xfail(strict=True)
+{BUDGET}
+def test_fine(vram):
+    vram.train(*build(vram.device))
+
+@pytest.mark.xfail(raises=ZeroDivisionError)
+{BUDGET}
+def test_raises(vram):
+    vram.train(*build(vram.device))
+    1 / 0
+""")
+    result = project.run("-rsxX", cpu=True)
+    assert outcomes(result) == {"skipped": 1, "xfailed": 3, "failed": 1}
+    result.stdout.fnmatch_lines(["*[[]XPASS(strict)]*", "SKIPPED * not today"])
+
+
+def test_out_of_memory(project: Project) -> None:
+    project.write("""
+@pytest.mark.vram_budget(gpu="t4")
+def test_x():
+    kept = []
+    while True:
+        kept.append(torch.empty(3 << 30, dtype=torch.uint8, device="cuda"))
+
+@pytest.mark.vram_budget(gpu="t4")
+def test_caught():
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+    loop("cuda")
+""")
+    result = project.run(cpu=False)
+    assert outcomes(result) == {"failed": 1, "passed": 1}
+    result.stdout.fnmatch_lines(
+        [
+            "VRAM out of memory: 3.00 GiB asked for, * free of 14.74 GiB on t4 (simulated): "
+            "12.00 GiB allocated, *",
+            "  asked for by aten::empty  test_a.py:* test_x",
+            "  test_x *t4 *out-of-memory",
+            "  test_caught *t4 *ok",
+        ]
+    )
+
+
+def test_nothing_allocated_and_never_trained(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_nothing(vram):
+    loop("cpu")
+
+{BUDGET}
+def test_forward(vram):
+    build(vram.device)[2]()
+""")
+    result = project.run()
+    assert outcomes(result) == {"failed": 1, "passed": 1}
+    result.stdout.fnmatch_lines(
+        [
+            "VRAM not checked: the test allocated nothing on *, so there is nothing to hold *",
+            "  hint: move model and inputs with .to(vram.device) or .cuda() inside the test",
+            "test_forward: VRAM: the test never trained *",
+        ]
+    )
+
+
+@pytest.mark.parametrize("numerics", ["--vram-numerics=off", "--vram-numerics=cpu"])
+def test_what_the_simulation_cannot_know_is_never_a_silent_pass(
+    project: Project, numerics: str
+) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    model, optimizer, loss_fn = build(vram.device)
+    chosen = torch.nonzero(torch.randn(100, device=vram.device) > 0)
+    vram.train(model, optimizer, loss_fn)
+""")
+    result = project.run(numerics)
+    assert outcomes(result) == {"failed": 1}
+    result.stdout.fnmatch_lines(
+        ["VRAM not checked: the simulation could not go on at test_a.py:*: DataDependent: *"]
+    )
+
+
+def test_every_pass_starts_from_the_same_seeds(project: Project) -> None:
+    project.write(f"""
+import random
+import numpy
+seen = []
+
+{BUDGET}
+def test_x(vram):
+    drawn = (random.random(), numpy.random.rand(), torch.rand(1).item())
+    seen.append(drawn)
+    vram.train(*build(vram.device))
+
+def test_y():
+    assert len(seen) == 2 and seen[0] == seen[1]
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 2}
+
+
+def test_a_fixtures_model_is_real_again_after_the_simulation(project: Project) -> None:
+    project.write(f"""
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(300, 300)
+
+@pytest.fixture(scope="module")
+def optimizer(model):
+    return torch.optim.AdamW(model.parameters())
+
+{BUDGET}
+@pytest.mark.parametrize("again", [1, 2])
+def test_x(vram, model, optimizer, again):
+    model.to(vram.device)
+    x = torch.randn(4, 300, device=vram.device)
+    measured = vram.train(model, optimizer, lambda: model(x).square().mean())
+    if vram.has_values:
+        assert 0 < measured.losses[-1] < measured.losses[0] < 10
+
+def test_y(model, optimizer):
+    assert type(model.weight) is nn.Parameter and model.weight.device.type == "cpu"
+    assert model.weight.abs().sum().item() > 0
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    model(torch.ones(1, 300)).sum().backward()
+""")
+    result = project.run(cpu=True)
+    assert outcomes(result) == {"passed": 3}
+
+
+def test_pure_precisions_give_optimizers_back(project: Project) -> None:
+    project.write("""
+@pytest.fixture(scope="module")
+def model():
+    return nn.Linear(300, 300)
+
+@pytest.mark.vram_budget(precision="bf16-pure")
+@pytest.mark.parametrize("again", [1, 2])
+def test_x(vram, model, again):
+    model.to(vram.device)
+    x = torch.randn(4, 300, device=vram.device, dtype=vram.dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    measured = vram.train(model, optimizer, lambda: model(x).square().mean())
+    weights = 300 * 301
+    if not vram.has_values:
+        assert measured.ledger.master_weights >= 4 * weights
+        assert 2 * weights <= measured.ledger.parameters < 2.1 * weights
+""")
+    assert outcomes(project.run()) == {"passed": 2}
+
+
+def test_garbage_collection_is_as_before(project: Project) -> None:
+    project.write(f"""
+import gc
+
+{BUDGET}
+def test_x(vram):
+    assert not gc.isenabled()
+    vram.train(*build(vram.device))
+    raise ValueError
+
+def test_y():
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+""")
+    assert outcomes(project.run(cpu=True)) == {"failed": 1, "passed": 1}
+
+
+def test_reference_cycles_do_not_leak_from_step_to_step(project: Project) -> None:
+    project.write(f"""
+class Keeps:
+    def __init__(self, tensor):
+        self.tensor, self.me = tensor, self
+
+{BUDGET}
+def test_x():
+    model, optimizer, loss_fn = build("cuda")
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = loss_fn()
+        Keeps(torch.empty(1 << 20, device="cuda"))
+        loss.backward()
+        optimizer.step()
+""")
+    result = project.run("-v")
+    assert outcomes(result) == {"passed": 1}
+
+
+def test_leaks(project: Project) -> None:
+    project.write(f"""
+KEPT = []
+
+{BUDGET}
+def test_slope(vram):
+    model, optimizer, loss_fn = build(vram.device)
+    kept = []
+    def loss():
+        kept.append(torch.empty(1 << 18, device=vram.device))
+        return loss_fn()
+    vram.train(model, optimizer, loss)
+
+{BUDGET}
+def test_survivor(vram):
+    vram.train(*build(vram.device))
+    KEPT.append(torch.empty(1 << 18, device=vram.device))
+""")
+    result = project.run()
+    assert outcomes(result) == {"failed": 2}
+    result.stdout.fnmatch_lines(
+        [
+            "VRAM leak: at least 1.0 MiB more stay alive after every step (allowed 64.0 KiB *)",
+            "  alive after step 2: *, 3: *, 4: *",
+            "VRAM leak: 1.0 MiB survive the test, after garbage collection (allowed 64.0 KiB)",
+            "*1.0 MiB  float32[[]262144]  aten::empty*  test_a.py:* test_survivor",
+        ]
+    )
+
+
+def test_figures_do_not_depend_on_other_tests(project: Project) -> None:
+    project.write(f"""
+@pytest.mark.parametrize("width", [64, 300, 1000])
+{BUDGET}
+def test_x(vram, width):
+    vram.train(*build(vram.device, width))
+""")
+
+    def figures(*args: str) -> dict[str, str]:
+        text = project.run("-v", *args).stdout.str()
+        found = re.findall(r"^(\S+)  \(sim.*\n  peak allocated \S+ \S+ (\(.*)$", text, re.MULTILINE)
+        return dict(found)
+
+    together = figures()
+    assert len(together) == 3
+    for nodeid, figure in together.items():
+        assert figures(nodeid) == {nodeid: figure}
+
+
+def test_large_models_are_not_run_on_the_cpu(project: Project) -> None:
+    project.ini("vram_numerics_limit = 1 MiB\n")
+    project.write(f"{BUDGET}\ndef test_x(vram):\n    vram.train(*build(vram.device))\n")
+    result = project.run(cpu=True)
+    result.stdout.fnmatch_lines(
+        [
+            "numbers: 1 not checked",
+            "test_x: numbers were not checked: a peak of * MiB is above the limit of 1.0 MiB for a "
+            "run on the CPU (vram_numerics_limit; --vram-numerics cpu runs it all the same)",
+        ]
+    )
+    result = project.run("--vram-numerics=cpu", cpu=True)
+    result.stdout.fnmatch_lines(["numbers: 1 by a real run on the CPU"])
+
+
+def test_reruns_judge_every_attempt(project: Project) -> None:
+    project.write("""
+attempts = []
+
+@pytest.mark.flaky(reruns=2)
+@pytest.mark.vram_budget("20 MiB")
+def test_x(vram):
+    if not attempts or attempts[-1] != vram:
+        attempts.append(vram)
+    model, optimizer, loss_fn = build(vram.device)
+    if len(attempts) < 3:
+        waste = torch.empty(30 << 20, device=vram.device)
+    vram.train(model, optimizer, loss_fn)
+""")
+    result = project.run("--vram-update")
+    assert outcomes(result) == {"passed": 1, "rerun": 2}
+    result.stdout.fnmatch_lines(["  test_x *ok", "vram baselines: 1 recorded"])
+
+
+def test_hypothesis(project: Project) -> None:
+    project.write(f"""
+from hypothesis import given, settings, strategies as st
+
+{BUDGET}
+@settings(max_examples=3, deadline=None, database=None)
+@given(st.integers(1, 4))
+def test_x(steps):
+    loop("cuda", steps=steps)
+""")
+    result = project.pytester.runpytest_inprocess("--vram-numerics=off")
+    assert outcomes(result) == {"passed": 1}
+    result.stdout.fnmatch_lines(["  test_x *a100-80gb *ok"])
+
+
+def test_other_wrappers_see_one_call(project: Project) -> None:
+    project.write(
+        """
+import pytest
+calls = []
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except BaseException as error:
+        calls.append(type(error).__name__)
+        raise
+    else:
+        calls.append("passed")
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"calls: {calls}")
+""",
+        "conftest.py",
+    )
+    project.write("""
+@pytest.mark.vram_budget("1 KiB")
+def test_x(vram):
+    vram.train(*build(vram.device))
+""")
+    project.run(cpu=True).stdout.fnmatch_lines(["calls: ['Failed']"])
+
+
+def test_ctrl_c_in_a_pass(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    vram.train(*build(vram.device))
+    raise KeyboardInterrupt
+
+def test_y(): pass
+""")
+    result = project.subprocess("--vram-update=all")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(
+        ["vram baselines: nothing to do", "vram baselines: nothing was pruned: interrupted*"]
+    )
+
+
+TRAINING_ERRORS = [
+    ("loss_fn().detach()", "the loss has no gradient: is the model called under torch.no_grad()*"),
+    ("model(x)", "loss_fn returned a tensor of shape (16, 8), not a scalar: reduce it*"),
+    ("5.0", "loss_fn returned float, not a tensor: return the loss tensor"),
+    (
+        "type('Output', (), {'loss': 1})()",
+        "loss_fn returned *Output, not a tensor: return its .loss",
+    ),
+    (
+        "torch.ones(1, device=vram.device, requires_grad=True).sum()",
+        "no parameter of the optimizer got a gradient: the loss does not depend on them*",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "sentence"), TRAINING_ERRORS)
+def test_losses_that_cannot_be_trained(project: Project, loss: str, sentence: str) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    model, optimizer, loss_fn = build(vram.device)
+    x = torch.randn(16, 64, device=vram.device)
+    vram.train(model, optimizer, lambda: {loss})
+""")
+    result = project.run(cpu=True)
+    assert outcomes(result) == {"failed": 1}
+    escaped = sentence.replace("[", "[[]")
+    result.stdout.fnmatch_lines(
+        [f">       vram.train(*{loss.split('(')[0]}*)", f"E       *TrainingError: {escaped}"]
+    )
+    # The user's line is shown, not ours.
+    result.stdout.no_fnmatch_line("*training.py:*")
