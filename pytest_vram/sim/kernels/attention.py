@@ -47,12 +47,17 @@ FIXES: tuple[tuple[str, tuple[int, ...], tuple[int, int], tuple[int, int], str],
 )
 
 
+_FIXED = {row[0] for row in FIXES}
+
+
 def on_host(
     func: Any, position: int, args: tuple[Any, ...], kwargs: dict[str, Any],
     version: tuple[int, int],
 ) -> bool:  # fmt: skip
     """Whether output ``position`` of an attention kernel lies on the host, by ``FIXES``."""
     name = func._schema.name
+    if name not in _FIXED:
+        return False
     for operator, outputs, since, until, truth in FIXES:
         if operator == name and position in outputs and since <= version < until:
             if truth.startswith("device without dropout"):
@@ -83,13 +88,13 @@ class Switches:
     @classmethod
     def current(cls) -> Switches:
         """The process's own state: it is the same in builds without CUDA."""
-        numbers = torch._C._get_sdp_priority_order()  # type: ignore[attr-defined]
+        numbers = torch._C._get_sdp_priority_order()
         order = tuple(dict.fromkeys(_NUMBERS[n] for n in numbers if n in _NUMBERS))
         return cls(
-            torch.backends.cuda.flash_sdp_enabled(),
-            torch.backends.cuda.mem_efficient_sdp_enabled(),
-            torch.backends.cuda.cudnn_sdp_enabled(),
-            torch.backends.cuda.math_sdp_enabled(),
+            torch._C._get_flash_sdp_enabled(),
+            torch._C._get_mem_efficient_sdp_enabled(),
+            torch._C._get_cudnn_sdp_enabled(),
+            torch._C._get_math_sdp_enabled(),
             order,
             attention_kernels._deterministic(),
         )
@@ -502,12 +507,11 @@ def sdpa(
     to register on AutogradCUDA. ``chosen`` hears which kernel runs and why.
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    grouped = enable_gqa
     if query.dim() == key.dim() == value.dim() == 3 and card.torch >= (2, 14):
-        inputs = [tensor.unsqueeze(0) for tensor in (query, key, value)]
         out = sdpa(
-            *inputs, _four_dimensional(attn_mask), dropout_p, is_causal,
-            scale=scale, enable_gqa=grouped, card=card, chosen=chosen,
+            query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0),
+            _four_dimensional(attn_mask), dropout_p, is_causal,
+            scale=scale, enable_gqa=enable_gqa, card=card, chosen=chosen,
         )  # fmt: skip
         return out.squeeze(0)
     if card.torch >= _EMPTY_IS_ZERO and 0 in (query.numel(), key.numel(), value.numel()):
@@ -521,7 +525,7 @@ def sdpa(
     mask = _additive(attn_mask, query.dtype)
     run = {"flash": _run_flash, "efficient": _run_efficient, "cudnn": _run_cudnn, "math": _run_math}
     return run[choice.backend](
-        query, key, value, mask, dropout_p, is_causal, scale, grouped, needs_grad
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, needs_grad
     )
 
 
@@ -533,8 +537,9 @@ def _zeros(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Zeros that still hang on all three inputs, so that each gets a gradient."""
     shape = (*query.shape[:-1], value.shape[-1])
     result = torch.zeros(shape, dtype=query.dtype, device=query.device)
-    linked = (key.sum() + value.sum() + query.sum()) * 0
-    return result + linked
+    values, keys, queries = value.sum(), key.sum(), query.sum()  # C++ evaluates from the right
+    linked: Tensor = result + aten.mul.Scalar(queries + keys + values, 0)
+    return linked
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -574,11 +579,17 @@ def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
+#: 2.6 forgets the mask when it asks whether anything needs a gradient, and fails in backward.
+_MASK_COUNTS = not torch.__version__.startswith("2.6.")
+
+
 def _run_efficient(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
     scale: float | None, gqa: bool, needs_grad: bool,
 ) -> Tensor:  # fmt: skip
     bias = None if mask is None else _aligned_mask(mask, query, key)
+    if _MASK_COUNTS and bias is not None:
+        needs_grad |= torch.is_grad_enabled() and bias.requires_grad
     out: Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs_grad, dropout, causal, scale=scale
     )[0]

@@ -132,13 +132,10 @@ def flash_forward(
     """``_scaled_dot_product_flash_attention_cuda`` -> ``mha_fwd``; q, k, v are (B, H, S, D)."""
     query, key = args[0], args[1]
     dropout = float(_argument(args, kwargs, 3, "dropout_p", 0.0))
-    causal = bool(_argument(args, kwargs, 4, "is_causal", False))
     debug = bool(_argument(args, kwargs, 5, "return_debug_mask", False))
     batch, heads, queries, head = query.shape
     heads_k, keys = key.shape[1], key.shape[2]
-    if queries == 1:
-        causal = False  # one query sees everything
-    if queries == 1 and heads > heads_k and dropout == 0 and head % 8 == 0 and not causal:
+    if queries == 1 and heads > heads_k and dropout == 0 and head % 8 == 0:
         # seqlenq_ngroups_swapped: the heads that share a key become rows of the same block
         queries, heads = heads // heads_k, heads_k
     yield Out(0)
@@ -163,7 +160,7 @@ def flash_forward_plain(
     """
     query, key = args[0], args[1]
     cumulative, longest, longest_key = args[3], int(args[5]), int(args[6])
-    dropout, causal, debug = float(args[7]), bool(args[8]), bool(args[9])
+    dropout, debug = float(args[7]), bool(args[9])
     window = (kwargs.get("window_size_left"), kwargs.get("window_size_right"))
     no_window = all(size is None or size < 0 for size in window)
     if cumulative is None:
