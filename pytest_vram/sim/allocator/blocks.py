@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from sortedcontainers import SortedList  # type: ignore[import-untyped]
+
 from pytest_vram.sim.allocator.statistics import Flow, Tally
 
 #: A free block's key is its size and, below that, its place: the order in which PyTorch keeps the
@@ -12,6 +14,7 @@ from pytest_vram.sim.allocator.statistics import Flow, Tally
 #: the order of their creation first (BlockComparatorSizeCounterAddress), so a place is an address
 #: plus a shift that lines the segments up. Device addresses fit in 49 bits.
 PLACE_BITS = 52
+CROWDED = 8192  # free blocks in one lane
 
 FREE = 0  #: cached: it may be handed out or merged
 ALLOCATED = 1  #: the program holds it
@@ -124,33 +127,71 @@ class ExpandableSegment:
 
 
 class Lane:
-    """The free blocks of one pool on one stream: ``keys`` sorted, ``blocks`` by key."""
+    """The free blocks of one pool on one stream: sorted ``keys``, and the ``blocks`` by key.
 
-    __slots__ = ("blocks", "keys", "least_rest", "pool", "stream", "tally", "unmapped")
+    Inserting into a list costs more the longer it is, by so little that a list is fastest up to
+    thousands of blocks. Beyond ``CROWDED`` the keys move to ``crowd`` and ``keys`` stays empty.
+    """
 
-    def __init__(self, pool: Pool, stream: int, least_rest: int) -> None:
+    __slots__ = (
+        "blocks",
+        "crowd",
+        "keys",
+        "least_rest",
+        "least_unsplit",
+        "pool",
+        "stream",
+        "tally",
+        "unmapped",
+    )
+
+    def __init__(self, pool: Pool, stream: int) -> None:
         self.pool = pool
         self.tally = pool.tally
         self.stream = stream
-        self.least_rest = least_rest  # a rest of at least this many bytes is split off
+        self.least_rest = 0  # a rest of at least this many bytes is split off
+        self.least_unsplit = 0  # blocks of this many bytes are never split
         self.keys: list[int] = []
+        self.crowd: SortedList | None = None
         self.blocks: dict[int, Block] = {}
         self.unmapped: dict[int, Block] = {}  # by address
 
     def add(self, block: Block) -> None:
-        key = (block.size << PLACE_BITS) + block.address + block.shift
-        insort(self.keys, key)
-        self.blocks[key] = block
         block.state = FREE
         block.born = self.pool.searches
+        key = (block.size << PLACE_BITS) + block.address + block.shift
+        self.blocks[key] = block
+        self.add_key(key)
+
+    def add_key(self, key: int) -> None:
+        if self.crowd is not None:
+            self.crowd.add(key)
+            return
+        insort(self.keys, key)
+        if len(self.keys) > CROWDED:
+            self.crowd = SortedList(self.keys)
+            self.keys = []
 
     def remove(self, block: Block) -> None:
-        key = (block.size << PLACE_BITS) + block.address + block.shift
-        del self.keys[bisect_left(self.keys, key)]
+        self.remove_key((block.size << PLACE_BITS) + block.address + block.shift)
+
+    def remove_key(self, key: int) -> None:
         del self.blocks[key]
+        if self.crowd is not None:
+            self.crowd.remove(key)
+        else:
+            del self.keys[bisect_left(self.keys, key)]
+
+    def at_least(self, size: int) -> Iterator[Block]:
+        """The blocks of ``size`` bytes and more, smallest first."""
+        least = size << PLACE_BITS
+        if self.crowd is not None:
+            return (self.blocks[key] for key in self.crowd.irange(least))
+        keys = self.keys
+        return (self.blocks[keys[at]] for at in range(bisect_left(keys, least), len(keys)))
 
     def in_order(self) -> list[Block]:
-        return [self.blocks[key] for key in self.keys]
+        return [self.blocks[key] for key in self.crowd or self.keys]
 
 
 class Pool:

@@ -69,13 +69,14 @@ class CachingAllocator:
         self.index = device
         self.version = version
         self.stats = Statistics()
-        self.tracer: Listener | None = None
+        self._tracer: Listener | None = None
         self.free_memory_callbacks: list[Callable[[], bool]] = []
         self.out_of_memory_observers: list[Callable[[DeviceOutOfMemory], None]] = []
         self._listener = listener
         self._event_ready = event_ready
         self._small = Pool(True, self.stats.small)
         self._large = Pool(False, self.stats.large)
+        self._small_lanes, self._large_lanes = self._small.lanes, self._large.lanes
         self.heads: dict[int, Block] = {}  # by address: the first block of each segment
         self._events: dict[int, deque[Block]] = {}
         self._waiting = False  # whether any block waits for other streams
@@ -110,22 +111,39 @@ class CachingAllocator:
     def _prepare(self) -> None:
         """Work out, once per change of settings, what ``malloc`` needs to know."""
         conf = self.conf
-        self._round = conf.round_size if conf.rounds_to_power2 else None
         self._ages = self._allowed is not None and conf.garbage_collection_threshold > 0
         self._aged = self._aged or self._ages
         self._oversize = conf.max_split_size if conf.max_split_size < UNLIMITED else 0
         # Whether the first free block that is large enough may be the wrong one.
         self._picky = bool(self._oversize) or self._ages or conf.expandable_segments
         self._picky = self._picky or bool(self.expandable.segments)
+        self._observed = bool(self._oversize) or self._tracer is not None
+        self._note_unusual()
         for pool in self._pools():
             for lane in pool.lanes.values():
-                lane.least_rest = self._least_rest(pool)
+                self._set_limits(lane)
 
-    def _least_rest(self, pool: Pool) -> int:
-        """From which size a rest is split off (``should_split``)."""
+    def _note_unusual(self) -> None:
+        self._unusual = self._waiting or bool(self._captures) or self.conf.rounds_to_power2
+
+    def _set_limits(self, lane: Lane) -> None:
+        """From which size a rest is split off, and from which size nothing is (``should_split``)."""
+        pool = lane.pool
+        everything = pool.small or self.conf.expandable_segments
+        lane.least_rest = MIN_BLOCK if everything else SMALL_SIZE + 1
+        lane.least_unsplit = UNLIMITED if everything else self.conf.max_split_size
         if pool.owner is not None and pool.owner.no_split:
-            return UNLIMITED
-        return MIN_BLOCK if pool.small or self.conf.expandable_segments else SMALL_SIZE + 1
+            lane.least_unsplit = 0
+
+    @property
+    def tracer(self) -> Listener | None:
+        """Hears everything that PyTorch's memory history records; see the class."""
+        return self._tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Listener | None) -> None:
+        self._tracer = tracer
+        self._prepare()
 
     def set_memory_fraction(self, fraction: float) -> None:
         """Allow the process this part of the device's total memory."""
@@ -179,13 +197,14 @@ class CachingAllocator:
 
         PyTorch does not call its allocator for 0 bytes; a caller here shouldn't either.
         """
-        if self._waiting and not self._captures:
-            self.process_events()
-        taken = (size + 511) & -512 or 512 if self._round is None else self._round(size)
-        pool = self._small if taken <= SMALL_SIZE else self._large
-        if self._captures:
-            pool = self._captured_pool(taken, stream) or pool
-        lane = pool.lanes.get(stream) or self._open_lane(pool, stream)
+        if self._unusual:
+            taken, lane = self._prepare_request(size, stream)
+        else:
+            taken = (size + 511) & -512 or 512
+            try:
+                lane = (self._small_lanes if taken <= SMALL_SIZE else self._large_lanes)[stream]
+            except KeyError:
+                lane = self.lane(taken <= SMALL_SIZE, stream)
         keys = lane.keys
         at = bisect_left(keys, taken << PLACE_BITS)
         if at == len(keys) or self._picky:
@@ -200,21 +219,34 @@ class CachingAllocator:
         after = block.next
         split = after is not None or block.prev is not None
         rest = block.size - taken
-        if rest >= lane.least_rest and (not self._oversize or self._may_split(lane, taken)):
+        if rest >= lane.least_rest and taken < lane.least_unsplit:
             block.size = taken
             address = block.address + taken
-            block.next = tail = Block(address, rest, lane, block.shift, block, after, FREE)
+            # Block(...) in place: a call would cost as much as all the rest of this branch.
+            block.next = tail = _new_block(Block)
+            tail.address = address
+            tail.size = rest
+            tail.lane = lane
+            tail.shift = block.shift
+            tail.prev = block
+            tail.next = after
+            tail.state = FREE
+            tail.expandable = block.expandable
+            tail.uses = None
             if after is not None:
                 after.prev = tail
             if self._by_block:
                 self.renumber(block, tail)
             key = (rest << PLACE_BITS) + address + tail.shift
-            insort(keys, key)
             lane.blocks[key] = tail
+            if lane.crowd is None:
+                insort(keys, key)
+            else:
+                lane.crowd.add(key)
             if self._aged:
                 tail.born = lane.pool.searches
             if block.expandable is not None:
-                tail.expandable = block.expandable
+                pass  # not among the inactive split blocks
             elif split:
                 if stats.due_split:
                     stats.look_split()
@@ -236,10 +268,8 @@ class CachingAllocator:
         tally.requested_in += size
         if came > tally.due_bytes or blocks > tally.due_blocks:
             stats.due = True
-        if self._oversize and taken >= self._oversize:
-            stats.oversize_allocations.add()
-        if self.tracer is not None:
-            self.tracer("alloc", block.address, size, stream)
+        if self._observed:
+            self._note_alloc(block)
         return block
 
     def free(self, block: Block) -> None:
@@ -253,10 +283,8 @@ class CachingAllocator:
         size = block.size
         tally.blocks_out += 1
         tally.bytes_out += size
-        if self.tracer is not None:
-            self.tracer("free_requested", block.address, block.requested, block.lane.stream)
-        if self._oversize and size >= self._oversize:
-            self.stats.oversize_allocations.remove()
+        if self._observed:
+            self._note_free(block)
         if block.uses:
             self._wait(block)
         else:
@@ -266,8 +294,8 @@ class CachingAllocator:
         """Merge ``block`` with free neighbours and put it into its pool (``free_block``)."""
         lane = block.lane
         tally = lane.tally
-        if self.tracer is not None:
-            self.tracer("free_completed", block.address, block.requested, lane.stream)
+        if self._tracer is not None:
+            self._tracer("free_completed", block.address, block.requested, lane.stream)
         tally.requested_out += block.requested
         size = whole = block.size
         keys = lane.keys
@@ -275,7 +303,10 @@ class CachingAllocator:
         after = block.next
         if after is not None and after.state == FREE:
             key = (after.size << PLACE_BITS) + after.address + after.shift
-            del keys[bisect_left(keys, key)], lane.blocks[key]
+            if lane.crowd is None:
+                del keys[bisect_left(keys, key)], lane.blocks[key]
+            else:
+                lane.remove_key(key)
             after.state = GONE
             whole += after.size
             merged = 1
@@ -285,7 +316,10 @@ class CachingAllocator:
         before = block.prev
         if before is not None and before.state == FREE:
             key = (before.size << PLACE_BITS) + before.address + before.shift
-            del keys[bisect_left(keys, key)], lane.blocks[key]
+            if lane.crowd is None:
+                del keys[bisect_left(keys, key)], lane.blocks[key]
+            else:
+                lane.remove_key(key)
             if self._by_block:
                 before.shift = block.address + block.shift - before.address
             block.state = GONE
@@ -298,8 +332,11 @@ class CachingAllocator:
         block.size = whole
         block.state = FREE
         key = (whole << PLACE_BITS) + block.address + block.shift
-        insort(keys, key)
         lane.blocks[key] = block
+        if merged:
+            insort(keys, key) if lane.crowd is None else lane.crowd.add(key)
+        else:
+            lane.add_key(key)
         if self._aged:
             block.born = lane.pool.searches
         if block.expandable is not None:
@@ -307,13 +344,15 @@ class CachingAllocator:
         stats = self.stats
         if before is not None or after is not None:
             if merged == 0:
-                tally.split_in += 1
+                tally.split_in = pieces = tally.split_in + 1
+                if pieces - tally.split_out > tally.most_split:
+                    stats.due_split = True
             elif merged == 2:
                 if stats.due_split:
                     stats.look_split()
                 tally.split_out += 1
             tally.split_bytes_in = came = tally.split_bytes_in + size
-            if came > tally.due_split_bytes or tally.split_in > tally.due_split:
+            if came > tally.due_split_bytes:
                 stats.due_split = True
         elif merged:
             if stats.due_split:
@@ -324,7 +363,8 @@ class CachingAllocator:
     # -- looking for a block -------------------------------------------------------------------
 
     def _open_lane(self, pool: Pool, stream: int) -> Lane:
-        lane = pool.lanes[stream] = Lane(pool, stream, self._least_rest(pool))
+        lane = pool.lanes[stream] = Lane(pool, stream)
+        self._set_limits(lane)
         return lane
 
     def lane(self, small: bool, stream: int, mempool: MempoolId = (0, 0)) -> Lane:
@@ -336,39 +376,54 @@ class CachingAllocator:
             pool = self._private[mempool].small if small else self._private[mempool].large
         return pool.lanes.get(stream) or self._open_lane(pool, stream)
 
-    def _may_split(self, lane: Lane, taken: int) -> bool:
-        return lane.pool.small or self.conf.expandable_segments or taken < self._oversize
+    def _prepare_request(self, size: int, stream: int) -> tuple[int, Lane]:
+        """What to look for and where, when events, power-of-two rounding or captures are about."""
+        if self._waiting and not self._captures:
+            self.process_events()
+        taken = self.conf.round_size(size)
+        pool = self._small if taken <= SMALL_SIZE else self._large
+        if self._captures:
+            pool = self._captured_pool(taken, stream) or pool
+        return taken, pool.lanes.get(stream) or self._open_lane(pool, stream)
+
+    def _note_alloc(self, block: Block) -> None:
+        if self._oversize and block.size >= self._oversize:
+            self.stats.oversize_allocations.add()
+        if self._tracer is not None:
+            self._tracer("alloc", block.address, block.requested, block.lane.stream)
+
+    def _note_free(self, block: Block) -> None:
+        if self._oversize and block.size >= self._oversize:
+            self.stats.oversize_allocations.remove()
+        if self._tracer is not None:
+            self._tracer("free_requested", block.address, block.requested, block.lane.stream)
 
     def _find(self, lane: Lane, taken: int) -> Block | None:
         """The best cached block (``get_free_block``), taken out of its pool."""
         if self._ages:
             lane.pool.searches += 1
-        keys = lane.keys
-        at = bisect_left(keys, taken << PLACE_BITS)
-        if at == len(keys):
+        found = lane.at_least(taken)
+        block = next(found, None)
+        if block is None:
             return None
-        block = lane.blocks[keys[at]]
         if block.expandable is not None:
             if self.conf.expandable_segments:
                 # An expandable block counts with the address space it can still grow into.
-                while block.expandable is not None and at + 1 < len(keys):
-                    following = lane.blocks[keys[at + 1]]
-                    if _room(following) >= _room(block):
+                for following in found:
+                    if block.expandable is None or _room(following) >= _room(block):
                         break
-                    block, at = following, at + 1
+                    block = following
             else:
-                while block.expandable is not None:
-                    at += 1
-                    if at == len(keys):
-                        return None
-                    block = lane.blocks[keys[at]]
+                block = next((each for each in found if each.expandable is None), None)
+                if block is None:
+                    return None
         if self._oversize:
             # Small requests don't touch oversize blocks, large ones don't waste too much of one.
             if taken < self._oversize <= block.size:
                 return None
             if self._oversize <= taken <= block.size - self.conf.max_non_split_rounding:
                 return None
-        del lane.blocks[keys.pop(at)]
+        lane.remove(block)
         return block
 
     def _segment_size(self, taken: int) -> int:
@@ -502,8 +557,8 @@ class CachingAllocator:
         """Tell the listener and the tracer about a segment."""
         if self._listener is not None:
             self._listener(kind, address, size, stream)
-        if self.tracer is not None:
-            self.tracer(kind, address, size, stream)
+        if self._tracer is not None:
+            self._tracer(kind, address, size, stream)
 
     # -- giving memory back ----------------------------------------------------------------------
 
@@ -516,19 +571,16 @@ class CachingAllocator:
         if not self._oversize:
             return False
         wanted = max(taken, self._oversize)
-        keys = lane.keys
-        at = bisect_left(keys, wanted << PLACE_BITS)
-        if at < len(keys) and lane.blocks[keys[at]].expandable is None:
-            self._release(lane.blocks[keys[at]])
+        block = next(lane.at_least(wanted), None)
+        if block is not None and block.expandable is None:
+            self._release(block)
             return True
-        # No single one suffices: several, the largest first. (PyTorch 2.6 counts the block before
-        # `at` even if it is of another stream and stops there; so nothing is lost.)
+        # No single one suffices: several, the largest first.
         released = 0
-        for key in reversed(keys[:at]):
-            block = lane.blocks[key]
+        for block in reversed(lane.in_order()):
             if released >= wanted or block.size < self._oversize:
                 break
-            if block.expandable is None:
+            if block.size < wanted and block.expandable is None:
                 released += block.size
                 self._release(block)
         return released >= wanted
@@ -626,7 +678,7 @@ class CachingAllocator:
         """``block`` was given up, but other streams use it still."""
         block.state = PENDING
         block.events = 0
-        self._waiting = True
+        self._waiting = self._unusual = True
         tally = block.lane.tally
         tally.late += 1
         tally.late_bytes += block.size
@@ -661,6 +713,7 @@ class CachingAllocator:
             if not queue:
                 del self._events[stream]
         self._waiting = bool(self._events)
+        self._note_unusual()
 
     def _wait_for_all(self) -> None:
         """As if every stream were waited for (``synchronize_and_free_events``)."""
@@ -671,6 +724,7 @@ class CachingAllocator:
             for block in queue:
                 self._pass_event(block)
         self._waiting = False
+        self._note_unusual()
 
     def _pass_event(self, block: Block) -> None:
         block.events -= 1
@@ -719,11 +773,13 @@ class CachingAllocator:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.create_pool(mempool)
         self._captures.append((mempool, chooses))
+        self._note_unusual()
 
     def end_allocate_to_pool(self, mempool: MempoolId) -> None:
         for index, (other, _) in enumerate(self._captures):
             if other == mempool:
                 del self._captures[index]
+                self._note_unusual()
                 return
         raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
@@ -773,6 +829,9 @@ class CachingAllocator:
     def restore(self, segments: Iterable[Mapping[str, Any]]) -> dict[int, Block]:
         """Take up a recorded state, while still unused; the blocks in use, by address."""
         return restore(self, segments)
+
+
+_new_block = Block.__new__
 
 
 def _born(block: Block) -> int:

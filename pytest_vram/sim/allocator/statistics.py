@@ -54,8 +54,8 @@ class Tally(Peaks):
     """What came and went: small blocks, or large ones.
 
     ``late`` blocks were given up by the program while another stream still used them: PyTorch
-    calls them active but no longer allocated. When more came than a ``due_*`` says, the next fall
-    has to be preceded by a look.
+    calls them active but no longer allocated. When more came than a ``due_*`` says, or more is
+    there than ``most_split``, the next fall has to be preceded by a look.
     """
 
     __slots__ = (
@@ -65,10 +65,10 @@ class Tally(Peaks):
         "bytes_out",
         "due_blocks",
         "due_bytes",
-        "due_split",
         "due_split_bytes",
         "late",
         "late_bytes",
+        "most_split",
         "requested_in",
         "requested_out",
         "reserved_in",
@@ -86,7 +86,7 @@ class Tally(Peaks):
         self.blocks_in = self.blocks_out = self.due_blocks = 0
         self.bytes_in = self.bytes_out = self.due_bytes = 0
         self.requested_in = self.requested_out = 0
-        self.split_in = self.split_out = self.due_split = 0
+        self.split_in = self.split_out = self.most_split = 0
         self.split_bytes_in = self.split_bytes_out = self.due_split_bytes = 0
         self.segments_in = self.segments_out = 0
         self.reserved_in = self.reserved_out = 0
@@ -187,7 +187,7 @@ class Statistics:
             total.peak_requested -= requested_left
             requested_left = 0
         # An allocation adds no more requested bytes than block bytes, so one limit serves both.
-        # What the total has left is divided: a sixteenth of the bytes, and half of the blocks, may
+        # What the total has left is divided: an eighth of the bytes, and half of the blocks, may
         # come as small ones.
         if requested_left < bytes_left:
             bytes_left = requested_left
@@ -196,12 +196,12 @@ class Statistics:
         small.due_bytes = small.bytes_in + min(
             small.peak_bytes - small_bytes,
             small.peak_requested - small_requested,
-            bytes_left >> 4,
+            bytes_left >> 3,
         )
         large.due_bytes = large.bytes_in + min(
             large.peak_bytes - large_bytes,
             large.peak_requested - large_requested,
-            bytes_left - (bytes_left >> 4),
+            bytes_left - (bytes_left >> 3),
         )
         if small.late or large.late:
             self._look_late()
@@ -247,13 +247,14 @@ class Statistics:
         if bytes_left < 0:
             total.peak_split_bytes -= bytes_left
             bytes_left = 0
-        small.due_split = small.split_in + min(small.peak_split - small_blocks, blocks_left >> 1)
-        large.due_split = large.split_in + min(large.peak_split - large_blocks, blocks_left >> 1)
+        # The number of free pieces is never far below its peak: a limit, not a sum, to run into.
+        small.most_split = min(small.peak_split, small_blocks + (blocks_left >> 1))
+        large.most_split = min(large.peak_split, large_blocks + (blocks_left >> 1))
         small.due_split_bytes = small.split_bytes_in + min(
-            small.peak_split_bytes - small_bytes, bytes_left >> 4
+            small.peak_split_bytes - small_bytes, bytes_left >> 3
         )
         large.due_split_bytes = large.split_bytes_in + min(
-            large.peak_split_bytes - large_bytes, bytes_left - (bytes_left >> 4)
+            large.peak_split_bytes - large_bytes, bytes_left - (bytes_left >> 3)
         )
 
     def reset_peak(self) -> None:
