@@ -76,8 +76,8 @@ class Stacks:
                 break
             in_python = in_python or kind in ("python", "user")
         if not workspace and raw and cudnn:
-            # Tensors come from at::detail::empty_*; a plan's workspace straight from the
-            # allocator (ATen/native/cudnn/Conv_v8.cpp, run_conv_plan).
+            # Tensors come from at::detail::empty_* or are resized; a plan's workspace comes
+            # straight from the allocator (ATen/native/cudnn/Conv_v8.cpp, run_conv_plan).
             workspace = "cudnn workspace"
         bill = "workspace" if workspace else ""
         return Origin(operator, bill, workspace, user, cast)
@@ -105,7 +105,7 @@ def _kind(name: str, filename: str, line: int) -> tuple[str, str]:
         return "workspace", _WORKSPACES[function]
     if function == "at::autocast::cached_cast":
         return "cast", ""
-    if function.startswith("at::detail::empty_"):
+    if function.startswith("at::detail::empty_") or function == "at::native::resize_bytes_cuda":
         return "tensor", ""
     return "", ""
 

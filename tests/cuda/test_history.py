@@ -57,6 +57,8 @@ def test_autocast_casts_and_library_workspaces_are_told_apart() -> None:
     assert (plan.operator, plan.bill) == ("aten::convolution", "workspace")
     output = Stacks().origin([EMPTY, call("cudnn_convolution"), call("convolution"), USER])
     assert output.bill == ""
+    grown = frame("at::native::resize_bytes_cuda(c10::StorageImpl*, unsigned long)")
+    assert Stacks().origin([grown, call("resize_"), call("convolution"), USER]).bill == ""
 
 
 def test_every_operator_has_one_cpp_name() -> None:

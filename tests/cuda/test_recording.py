@@ -264,6 +264,28 @@ def test_a_test_that_allocates_nothing(on_stub: OnStub) -> None:
     assert found["notes"] == []
 
 
+def test_cudnn_workspaces_are_told_from_outputs(on_stub: OnStub) -> None:
+    source = """
+        torch.backends.cudnn.enabled = CUDNN
+
+        def body():
+            model = nn.Conv2d(3, 8, 3).cuda()
+            y = model(torch.randn(2, 3, 32, 32, device="cuda", requires_grad=True))
+            y.sum().backward()
+
+        trace = recorded(body)[1]
+        answer([[a.bill, a.requested, a.name] for a in trace.allocations
+                if a.operator in ("aten::convolution", "aten::convolution_backward")])
+    """
+    output = ["activations", 57_600, ""]
+    with_cudnn = on_stub(source.replace("CUDNN", "True"), STUB_CUDNN_WS="3000000")
+    assert with_cudnn.count(["workspace", 3_000_000, "cudnn workspace"]) == 3
+    assert output in with_cudnn
+    without = on_stub(source.replace("CUDNN", "False"))
+    assert output in without
+    assert not [row for row in without if row[2] == "cudnn workspace"]
+
+
 def test_a_trace_so_far_and_the_whole(on_stub: OnStub) -> None:
     first, second, whole, alone = on_stub("""
         found = []
