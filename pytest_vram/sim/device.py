@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -138,7 +139,7 @@ class SimMode(FakeTensorMode):
             return answer_device(args)
         if self.nested:
             # inside another operator's fake execution: its implementation detail, not memory
-            args, kwargs, _ = self._devices(args, kwargs, True)
+            args, kwargs, _ = self._devices(func, args, kwargs, True)
             return self._slow(func, types, args, kwargs)
         try:
             key, tensors, on_gpu, simulated = self._scan(func, args, kwargs)
@@ -149,7 +150,7 @@ class SimMode(FakeTensorMode):
             ]
             simulated = any(isinstance(t, FakeTensor) for t in tensors)
             on_gpu = any(isinstance(t, SimTensor) and t.is_cuda for t in tensors)
-        args, kwargs, moved = self._devices(args, kwargs, simulated)
+        args, kwargs, moved = self._devices(func, args, kwargs, simulated)
         if moved is not None:
             on_gpu = on_gpu or moved.type == "cuda"
         if not simulated and (moved is None or moved.type in ("cpu", "meta")):
@@ -228,10 +229,9 @@ class SimMode(FakeTensorMode):
                     state = out.__dict__
                     state["_fake_device"] = state.get("_fake_device") or out.fake_device
                 if out.__dict__["_fake_device"].type == "meta":
-                    # a meta kernel that names its own device; on a card it is the card's, or the
-                    # host's (seeds of attention kernels)
-                    host = attention.on_host(func, position, args, kwargs, self.version)
-                    out.__dict__["_fake_device"] = CPU if host else CUDA
+                    out.__dict__["_fake_device"] = CUDA  # a meta kernel that names its own device
+                if attention.on_host(func, position, args, kwargs, self.version):
+                    out.__dict__["_fake_device"] = CPU
         return flat
 
     def _may_cache(self, func: Any) -> bool:
@@ -276,6 +276,8 @@ class SimMode(FakeTensorMode):
         for item in items:
             kind = type(item)
             if kind is SimTensor:
+                if item.layout is not torch.strided:
+                    raise _Uncacheable
                 tensors.append(item)
                 key.append(
                     (
@@ -328,13 +330,17 @@ class SimMode(FakeTensorMode):
     # -- devices ----------------------------------------------------------------------------
 
     def _devices(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: bool
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
         """C++ composites that make a tensor "like" a simulated one ask for ``meta``: they mean the
         GPU. A generator of another device than the fake tensors' says nothing about memory."""
         named = None
         device = kwargs.get("device")
         if device is not None:
+            if func is aten.scalar_tensor.default and torch.device(device).type == "meta":
+                # x[i] = 3: the number stays on the host where the tensor is_cuda()
+                # (python_variable_indexing.cpp, THPVariable_setitem)
+                return args, {**kwargs, "device": CPU}, CPU
             named = _meant(device)
             if named is not device:
                 kwargs = {**kwargs, "device": named}
@@ -362,6 +368,20 @@ def _meant(device: Any) -> torch.device:
     return CPU if device.type == "cpu" else device
 
 
+def parts_of(mode: FakeTensorMode, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors whose storages a tensor keeps: itself, or a sparse one's components."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    with in_kernel_invocation_manager(mode):
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
 def _storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -379,6 +399,8 @@ def _make_recipe(result: Any, flat: list[Any], tensors: list[torch.Tensor]) -> R
     else:
         return None
     places = {id(t): n for n, t in enumerate(tensors)}
+    if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in flat):
+        return None
     storages = {_storage_key(t): n for n, t in enumerate(tensors) if isinstance(t, FakeTensor)}
     outputs: list[Any] = []
     new: set[int] = set()

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from pytest_vram.sim import composites, inplace, modules, torch_cuda
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
 from pytest_vram.sim.autocast import CastPolicy
-from pytest_vram.sim.device import Recipe, SimMode
+from pytest_vram.sim.device import Recipe, SimMode, parts_of
 from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, Workspace, program
 from pytest_vram.sim.kernels.attention import Choice
@@ -298,15 +298,16 @@ class Simulation:
     def _new_tensor(self, tensor: SimTensor, func: OpOverload, size: int | None = None) -> None:
         if tensor.__dict__["_fake_device"].type != "cuda":
             return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, size or storage.nbytes()
-        if size == 0 or key in self._live:
-            return
-        index = self._allocate(size, func)
-        allocation = self._allocations[index]
-        allocation.shape = tuple(tensor.shape)
-        allocation.dtype = _dtype_name(tensor.dtype)
-        self._follow(storage, key, index)
+        for part in parts_of(self.mode, tensor):
+            storage = part.untyped_storage()
+            key, taken = storage._cdata, size or storage.nbytes()
+            if taken == 0 or key in self._live:
+                continue
+            index = self._allocate(taken, func)
+            allocation = self._allocations[index]
+            allocation.shape = tuple(part.shape)
+            allocation.dtype = _dtype_name(part.dtype)
+            self._follow(storage, key, index)
 
     def _follow(self, storage: Any, key: int, index: int) -> None:
         ref = _StorageRef(storage, self._died)

@@ -450,3 +450,20 @@ def _tensors(held: Patches, simulation: Any) -> None:
         return result
 
     held.set(torch.UntypedStorage, "resize_", resize_storage)
+    # Libraries take fake tensors for a compiler's tracing and then avoid reading values (e.g.
+    # transformers' is_tracing); a card is no tracer. PyTorch itself uses the class's own module.
+    held.set(torch._subclasses, "FakeTensor", _NotATracer)
+    group = torch._C._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
+
+    def group_by_device(*args: Any, **kwargs: Any) -> Any:
+        # C++ groups by what simulated tensors answer to C++
+        return {
+            (CUDA if device is not None and device.type == "meta" else device, dtype): group_
+            for (device, dtype), group_ in group(*args, **kwargs).items()
+        }
+
+    held.replace(torch._C, _group_tensors_by_device_and_dtype=group_by_device)
+
+
+class _NotATracer:
+    """What ``torch._subclasses.FakeTensor`` is while a simulation lasts: nothing is one."""

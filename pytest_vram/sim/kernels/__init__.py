@@ -8,12 +8,16 @@ Rules look only at shapes, strides and dtypes (plus the process's own switches, 
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils import deterministic
 
 from pytest_vram.sim.kernels import versions
 from pytest_vram.sim.profiles import Profile
@@ -134,6 +138,13 @@ def scratch(size: int, why: str, key: str = "scratch") -> Iterator[Step]:
         yield Give(key)
 
 
+def filled_resize(itemsize: int) -> Iterator[Step]:
+    """In deterministic mode a resized tensor's new memory is filled through a view that begins as
+    a scalar of its own (``fill_resize_deterministic_``, ATen/native/Resize.cpp)."""
+    if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:
+        yield from scratch(itemsize, "scalar that becomes a view of new memory")
+
+
 def size_of(tensor: Tensor) -> int:
     """Bytes of a fresh contiguous tensor of this shape and dtype."""
     return int(tensor.numel()) * int(tensor.element_size())
@@ -146,28 +157,6 @@ def argument(
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
-# The rules register themselves; they import the names above, hence the place.
-from pytest_vram.sim.kernels import (  # noqa: E402
-    copies as copies,
-)
-from pytest_vram.sim.kernels import (
-    embedding as embedding,
-)
-from pytest_vram.sim.kernels import (
-    foreach as foreach,
-)
-from pytest_vram.sim.kernels import (
-    gemm as gemm,
-)
-from pytest_vram.sim.kernels import (
-    losses as losses,
-)
-from pytest_vram.sim.kernels import (
-    norms as norms,
-)
-from pytest_vram.sim.kernels import (
-    pointwise as pointwise,
-)
-from pytest_vram.sim.kernels import (
-    reductions as reductions,
-)
+# Every module of this package registers its rules when it is imported; they import the names above.
+for _module in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

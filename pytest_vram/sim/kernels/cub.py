@@ -86,8 +86,9 @@ def _onesweep_tile(key: int, value: int, card: Card) -> int:
 def radix_sort(n: int, key: int, value: int, card: Card, bits: int | None = None) -> int:
     """Bytes for sorting ``n`` keys of ``key`` bytes with values of ``value`` bytes (0: none).
 
-    Keys of one or two bytes take another path before capability 9: its scratch depends on how many
-    blocks fit a multiprocessor, for which two of the wide and four of the narrow kernel are taken.
+    Keys of one or two bytes take another path before capability 9, whose scratch grows with the
+    blocks that fit a multiprocessor. Registers decide that in a compiled kernel; here threads do,
+    so this is an upper bound (at most 4.5 MB above the truth on an A100).
     """
     bits = key * 8 if bits is None else bits
     if n == 0 or n <= register_bound(256, 19, max(key, value)):
@@ -110,8 +111,9 @@ def radix_sort(n: int, key: int, value: int, card: Card, bits: int | None = None
 
 def _spine_sort(n: int, key: int, value: int, card: Card) -> int:
     digits = 128 if key > 1 else 32
-    threads = card.profile.threads_per_multiprocessor
-    grid = max(threads // 512, 1) * card.profile.multiprocessors * 5
+    profile = card.profile
+    blocks = profile.threads_per_multiprocessor // (256 if key > 1 else 128)
+    grid = min(blocks, profile.blocks_per_multiprocessor) * profile.multiprocessors * 5
     spine = grid * digits + register_bound(512, 23, 8)
     return alias(spine * 8, n * key, n * value)
 
@@ -124,9 +126,14 @@ def segmented_radix_sort(n: int, key: int, value: int) -> int:
 # -- scans ----------------------------------------------------------------------------------------
 
 
-def scan(n: int, itemsize: int, card: Card) -> int:
-    """A scan with PyTorch's own operators, which no CUB tuning knows."""
-    return alias(_tile_state(_tiles(n, memory_bound(128, 15, itemsize)), itemsize, card))
+def scan(n: int, itemsize: int, card: Card, *, primitive: bool = True) -> int:
+    """A scan with PyTorch's own operators, which no CUB tuning knows. Half and complex types are
+    no primitive ones for CUB: status and values lie in three buffers."""
+    tiles = _tiles(n, memory_bound(128, 15, itemsize))
+    if primitive:
+        return alias(_tile_state(tiles, itemsize, card))
+    values = (tiles + 32) * itemsize
+    return alias(alias((tiles + 32) * 4, values, values))
 
 
 def scan_by_key(n: int, key: int, card: Card) -> int:
@@ -143,3 +150,19 @@ def unique_by_key(n: int, key: int, card: Card) -> int:
     tuned = _UNIQUE.get((min(major, 9), key)) if (major, minor) == (8, 0) or major >= 9 else None
     tile = tuned or 64 * max(1, min(11 * 4 // key, 11))
     return alias(_tile_state(_tiles(n, tile), 8, card), 0)
+
+
+# -- reductions and selections ---------------------------------------------------------------------
+
+
+def reduce(n: int, itemsize: int, card: Card) -> int:
+    """``DeviceReduce``: one partial result per block that the card could run five times over."""
+    if n <= 256 * max(1, min(16 * 4 // itemsize, 32)):
+        return 1
+    blocks = card.profile.threads_per_multiprocessor // 256
+    return alias(card.profile.multiprocessors * blocks * 5 * itemsize)
+
+
+def select(n: int, card: Card) -> int:
+    """``DeviceSelect::Flagged`` of positions."""
+    return alias(_tile_state(_tiles(n, 2304), 4, card), 0, 0)

@@ -18,7 +18,9 @@ from pytest_vram.sim.kernels import (
     Outputs,
     Step,
     Take,
+    argument,
     cub,
+    filled_resize,
     outs,
     rule,
     size_of,
@@ -40,18 +42,26 @@ def embedding(
     """``index_select`` by the flattened indices."""
     indices = args[1]
     if indices.dim() == 1 or is_flat(tuple(indices.shape), indices.stride()):
-        yield Out(0)
+        yield from _looked_up(outputs)
         return
     yield Take("flat", size_of(indices), "flattened indices")
-    yield Out(0)
+    yield from _looked_up(outputs)
     yield Give("flat")
+
+
+def _looked_up(outputs: Outputs) -> Iterator[Step]:
+    yield Out(0)
+    result = outputs[0]
+    if result is not None and result.numel():
+        yield from filled_resize(result.element_size())
 
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    grad, indices, rows, padding, by_frequency = (*args, *[False] * 5)[:5]
+    grad, indices, rows = args[:3]
+    by_frequency = argument(args, kwargs, 4, "scale_grad_by_freq", False)
     n, item = int(indices.numel()), indices.element_size()
     copied = [
         (key, size_of(t), why)
@@ -69,6 +79,7 @@ def embedding_dense_backward(
         yield Take("sorted", n * item, "sorted indices")
         yield Take("origin", n * item, "where the sorted indices came from")
         yield Take("range", n * item, "indices to sort along")
+        yield from filled_resize(item)
         bits = rows.bit_length() if versions.sorts_by_vocabulary(card.torch) else item * 8
         yield from cub.storage(cub.radix_sort(n, item, item, card, bits), "radix sort")
         yield Give("range")

@@ -62,7 +62,9 @@ def foreach_norm(
     empty = [i for i, t in enumerate(tensors) if not t.numel()]
     yield from (Out(i) for i in range(len(tensors)) if i not in empty)
     for i in empty:
-        yield Take("zero", wide(tensors[i].dtype), "norm of an empty tensor")
+        output = outputs[i]
+        assert output is not None
+        yield Take("zero", output.element_size(), "norm of an empty tensor")
         yield Out(i)
         yield Give("zero")
     if size:

@@ -140,8 +140,7 @@ def group_norm(
 def group_norm_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    grad, source, _, _, weight, batch, channels, pixels, groups = args[:9]
-    copies = _copies(input=source, grad=grad)
+    copies = _copies(input=args[1], grad=args[0])
     return _around(copies, _group_norm_backward(args, outputs))
 
 

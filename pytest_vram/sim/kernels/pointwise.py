@@ -101,10 +101,8 @@ def rrelu(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
     yield Out(0)
-    result = outputs[0]
-    assert result is not None
-    if argument(args, kwargs, 4, "training", False) and not result.is_contiguous():
-        yield from scratch(size_of(result), "contiguous result")
+    if argument(args, kwargs, 4, "training", False) and not args[0].is_contiguous():
+        yield from scratch(size_of(args[0]), "contiguous result")
 
 
 @rule(aten.roll.default)
@@ -171,13 +169,59 @@ def window(
     yield Out(0, size_of(result) + extra)
 
 
-@rule(aten.im2col.default)
-def im2col(
+@rule(aten.im2col.default, aten.col2im.default)
+def columns(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    if args[0].is_contiguous():
+    """The result is first made like the input and then resized: a larger one is made anew, a
+    smaller one keeps the storage."""
+    source, result = args[0], outputs[0]
+    assert result is not None
+    first = size_of(source)
+    grows = size_of(result) > first
+    if grows:
+        yield Take("like", first, "result in the input's shape")
+    else:
+        yield Out(0, first)
+    copied = not source.is_contiguous()
+    if copied:
+        yield Take("input", first, "contiguous input")
+    if grows:
         yield Out(0)
+        yield Give("like")
+    if copied:
+        yield Give("input")
+
+
+@rule(aten.allclose.default)
+def allclose(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """``isclose(...).all()``: every step of the comparison is a tensor
+    (ATen/native/TensorCompare.cpp)."""
+    first, second = args[:2]
+    flags, values = int(first.numel()), size_of(first)
+    if not first.is_floating_point() or first.shape != second.shape or not flags:
         return
-    yield Take("input", size_of(args[0]), "contiguous input")
-    yield Out(0)
-    yield Give("input")
+    yield Take("close", flags, "equal elements")
+    yield Take("abs", values, "absolute expected values")
+    yield Take("scaled", values, "relative tolerance")
+    yield Take("allowed", values, "allowed difference")
+    yield Give("scaled")
+    yield Give("abs")
+    yield Take("difference", values, "difference")
+    yield Take("actual", values, "absolute difference")
+    yield Give("difference")
+    yield Take("magnitude", values, "finiteness of the difference")
+    for name in ("not_nan", "not_inf", "finite"):
+        yield Take(name, flags, "finiteness of the difference")
+    for name in ("not_inf", "not_nan", "magnitude"):
+        yield Give(name)
+    yield Take("within", flags, "differences within the tolerance")
+    for name in ("within", "finite", "actual", "allowed"):
+        yield Give(name)
+    yield Take("all", 1, "whether all are close")
+    if flags > 1:
+        yield from reduction(dense_like(layout(first), 1), (), (contiguous((), 1),), Kind(1), card)
+    yield Give("all")
+    yield Give("close")

@@ -184,7 +184,7 @@ def extremum_with_index(
     if args[0].dim() == 0:
         return
     dims = chosen_dims(argument(args, kwargs, 1, "dim"))
-    kind = Kind(_index_pair(args[0].element_size()))
+    kind = Kind(_index_pair(args[0].element_size()), in_output=False)
     yield from _plain(layout(args[0]), dims, outputs, kind, card)
 
 
@@ -194,7 +194,7 @@ def extremum_index(
 ) -> Iterator[Step]:
     """Over all elements the input is flattened first, which copies it unless it is contiguous."""
     source, dim = args[0], argument(args, kwargs, 1, "dim")
-    kind = Kind(_index_pair(wide(source.dtype)))
+    kind = Kind(_index_pair(wide(source.dtype)), in_output=False)
     yield Out(0)
     if source.numel() == 0:
         return
@@ -220,7 +220,9 @@ def extrema(
 ) -> Iterator[Step]:
     yield from outs(outputs)
     dims = chosen_dims(argument(args, kwargs, 1, "dim"))
-    yield from _plain(layout(args[0]), dims, outputs, Kind(2 * args[0].element_size()), card)
+    yield from _plain(
+        layout(args[0]), dims, outputs, Kind(2 * args[0].element_size(), in_output=False), card
+    )
 
 
 @rule(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
@@ -249,7 +251,9 @@ def variance(
     yield from outs(outputs)
     accumulator = 32 if args[0].dtype == torch.float64 else 16
     dims = chosen_dims(argument(args, kwargs, 1, "dim"))
-    yield from _plain(layout(args[0]), dims, outputs, Kind(accumulator, vt0=2, vector=2), card)
+    yield from _plain(
+        layout(args[0]), dims, outputs, Kind(accumulator, vt0=2, vector=2, in_output=False), card
+    )
 
 
 def _complex_variance(
@@ -263,7 +267,7 @@ def _complex_variance(
         Layout(plain.shape, tuple(2 * s for s in plain.stride), size, 2 * plain.offset + i)
         for i in (0, 1)
     ]
-    kind = Kind(32 if size == 8 else 16, vt0=2, vector=2)
+    kind = Kind(32 if size == 8 else 16, vt0=2, vector=2, in_output=False)
     dims = chosen_dims(argument(args, kwargs, 1, "dim"))
     for name, part in zip(("real", "imag"), parts, strict=True):
         yield Take(name, result.numel() * size, f"variance of the {name} part")

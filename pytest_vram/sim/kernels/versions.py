@@ -126,3 +126,14 @@ def sorts_by_vocabulary(version: Version) -> bool:
 def fuses_embedding_segments(version: Version) -> bool:
     """Since 2.11 embedding gradients with few, long segments are added atomically."""
     return version >= (2, 11)
+
+
+def checks_index_range_at_once(version: Version) -> bool:
+    """Accumulating ``index_put`` finds the largest and smallest index in one reduction."""
+    return version >= (2, 9)
+
+
+def counts_digits_in_topk(version: Version) -> bool:
+    """``topk`` by several blocks cumulates digit counts in a pass of its own, not by the last
+    block to arrive."""
+    return version >= (2, 9)

@@ -1,0 +1,191 @@
+"""Pooling, resampling and CTC: kernels that want dense operands copy the others.
+
+Read from ATen/native/cuda/DilatedMaxPool2d.cu, AveragePool2d.cu, AdaptiveAveragePooling.cu,
+AdaptiveMaxPooling2d.cu, UpSample*.cu, LossCTC.cu and ATen/native/AffineGridGenerator.cpp (v2.6.0,
+v2.14.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_vram.sim.kernels import (
+    Card,
+    Give,
+    Out,
+    Outputs,
+    Step,
+    Take,
+    outs,
+    rule,
+    scratch,
+    size_of,
+)
+from pytest_vram.sim.kernels.gemm import handle_workspace
+
+aten = torch.ops.aten
+
+
+def _dense_in_some_format(tensor: Tensor) -> bool:
+    """Contiguous, or channels-last contiguous: ``contiguous(suggest_memory_format())``."""
+    if tensor.is_contiguous():
+        return True
+    if tensor.dim() == 4:
+        return tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def _held(taken: list[Take]) -> Iterator[Step]:
+    yield from taken
+    for step in reversed(taken):
+        yield Give(step.key)
+
+
+def _copies(strict: bool, *operands: Tensor) -> list[Take]:
+    return [
+        Take(f"dense{i}", size_of(t), "dense copy of an operand")
+        for i, t in enumerate(operands)
+        if not (t.is_contiguous() if strict else _dense_in_some_format(t))
+    ]
+
+
+@rule(
+    aten.max_pool2d_with_indices.default,
+    aten.avg_pool2d.default,
+    aten.upsample_nearest2d.default,
+    aten._upsample_nearest_exact2d.default,
+)
+def pool(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from outs(outputs)
+    yield from _held(_copies(False, args[0]))
+
+
+@rule(aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default)
+def pool_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from outs(outputs)
+    yield from _held(_copies(False, args[0], args[1]))
+
+
+@rule(aten._adaptive_avg_pool2d.default)
+def adaptive_avg_pool(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    copies = _copies(False, args[0])
+    yield from copies
+    yield Out(0)
+    for step in copies:
+        yield Give(step.key)
+
+
+def _results(outputs: Outputs) -> list[Take]:
+    return [
+        Take(f"result{i}", size_of(t), "contiguous result")
+        for i, t in enumerate(outputs)
+        if t is not None and not t.is_contiguous()
+    ]
+
+
+@rule(aten.adaptive_max_pool2d.default, "aten::_upsample_bilinear2d_aa")
+def strict_forward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Contiguous results and a contiguous input."""
+    yield from outs(outputs)
+    yield from _held(_results(outputs) + _copies(True, args[0]))
+
+
+@rule(aten.adaptive_max_pool2d_backward.default)
+def adaptive_max_pool_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from outs(outputs)
+    yield from _held(_copies(True, args[0], args[2]) + _results(outputs))
+
+
+@rule("aten::_upsample_bilinear2d_aa_backward", aten.upsample_bicubic2d_backward.default)
+def strict_gradient(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from outs(outputs)
+    yield from _held(_copies(True, args[0]))
+
+
+@rule(aten.affine_grid_generator.default)
+def affine_grid(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step] | None:
+    """A base grid from one line per axis, multiplied by the transformations (2d only)."""
+    theta, size, align = args[:3]
+    if len(size) != 4:
+        return None
+    return _affine_grid_2d(theta, size, align, card)
+
+
+def _affine_grid_2d(theta: Tensor, size: list[int], align: bool, card: Card) -> Iterator[Step]:
+    batch, _, height, width = size
+    item = theta.element_size()
+    yield Take("grid", batch * height * width * 3 * item, "base grid")
+    for n in (width, height):
+        if n <= 1 or align:
+            yield from scratch(n * item, "line of coordinates")
+            continue
+        names = ("line", "scaled", "shrunk")
+        yield from (Take(name, n * item, "line of coordinates") for name in names)
+        yield from (Give(name) for name in names)
+    yield Out(0)
+    yield from handle_workspace(card)
+    yield Give("grid")
+
+
+def _lengths(batch: int) -> list[Take]:
+    names = ("offsets", "input_lengths", "target_lengths")
+    return [Take(name, batch * 8, "lengths on the device") for name in names]
+
+
+@rule(aten._ctc_loss.default)
+def ctc_loss(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    taken = _lengths(args[0].shape[1])
+    yield from taken
+    yield Out(1)
+    yield Out(0)
+    for i in (1, 0, 2):
+        yield Give(taken[i].key)
+
+
+@rule(aten._ctc_loss_backward.default)
+def ctc_loss_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Beta like alpha; large problems sum alpha and beta over the blanks at once."""
+    probabilities, alpha = args[1], args[6]
+    steps, batch, labels = probabilities.shape
+    taken = _lengths(batch)
+    yield from taken
+    yield Take("beta", size_of(alpha), "log beta")
+    yield Out(0)
+    if 2 * steps + 24 * batch // 10 + 2 * labels // 10 > 450:
+        line = steps * batch * probabilities.element_size()
+        blanks = line * ((alpha.shape[2] + 1) // 2)
+        yield Take("blanks", blanks, "alpha plus beta of the blanks")
+        yield Take("maxes", line, "maxima of logsumexp")
+        yield Take("abs", line, "maxima compared with infinity")
+        yield Take("mask", steps * batch, "maxima compared with infinity")
+        yield Give("mask")
+        yield Give("abs")
+        yield Take("exp", blanks, "exponentials of logsumexp")
+        yield Take("sum", line, "logsumexp of the blanks")
+        for key in ("exp", "maxes", "sum", "blanks"):
+            yield Give(key)
+    yield Give("beta")
+    for i in (1, 0, 2):
+        yield Give(taken[i].key)
