@@ -382,9 +382,10 @@ def _mixed_precision(held: Patches, simulation: Any) -> None:
         # the outermost region clears C++'s cache of weight copies; ours goes with it
         before = torch.is_autocast_enabled("cuda")
         result = leave(self, *exc)
-        if before and torch.autocast_increment_nesting() == 1:
-            simulation.policy.clear()
-        torch.autocast_decrement_nesting()
+        if before:
+            if torch.autocast_increment_nesting() == 1:
+                simulation.policy.clear()
+            torch.autocast_decrement_nesting()
         return result
 
     held.set(torch.autocast, "__exit__", leaving)
