@@ -1,8 +1,12 @@
 """Records what PyTorch's CUDA host code asks the allocator for, operator by operator.
 
-Run with a CUDA build of PyTorch, on a real card or on a stub driver (device reads give zeros):
+Run with a CUDA build of PyTorch, on a real card or on a stub driver (device reads give zeros),
+once per card; every run adds its card to the file:
 
-    STUB_DEVICE=a100 run.sh tests/conformance/kernel_probe.py fixtures/kernels/a100.json.gz
+    for card in a100 h100 t4 l4 rtx4090; do
+        STUB_MEM_GIB=80 STUB_DEVICE=$card run.sh tests/conformance/kernel_probe.py \\
+            fixtures/kernels/torch-2.14.json.gz
+    done
 
 Every operator call of the workloads in ``kernel_workloads.py`` becomes one record: operator,
 arguments (shape, stride, dtype), results and the ordered allocator events. Equal calls are kept
@@ -96,6 +100,8 @@ class Recorder(TorchDispatchMode):
         call = {"op": str(func), "a": encode(args)}
         if kwargs:
             call["k"] = {name: encode(value) for name, value in kwargs.items()}
+        if torch.are_deterministic_algorithms_enabled():
+            call["det"] = 1
         key = json.dumps(call)
         new = key not in self.calls
         marks = self.marks
@@ -177,19 +183,50 @@ def record(workloads: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
     return calls
 
 
+def merge(path: Path, profile: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add one card's calls: ``e`` lists the different event streams of a call, ``d`` which of them
+    each card had (-1: the call was not made there), left out where all had the first."""
+    known: dict[str, Any] = {"torch": torch.__version__, "profiles": [], "calls": []}
+    if path.exists():
+        before = json.loads(gzip.decompress(path.read_bytes()))
+        if before["torch"] == torch.__version__ and profile not in before["profiles"]:
+            known = before
+    count = len(known["profiles"])
+    by_key = {_key(call): call for call in known["calls"]}
+    for call in by_key.values():
+        call["d"] = [*call.get("d", [0] * count), -1]
+    for call in calls:
+        events = call.pop("e")
+        kept = by_key.setdefault(_key(call), {**call, "e": [], "d": [-1] * (count + 1)})
+        if events not in kept["e"]:
+            kept["e"].append(events)
+        kept["d"][count] = kept["e"].index(events)
+    for call in by_key.values():
+        if not any(call["d"]):
+            del call["d"]
+    known["profiles"].append(profile)
+    known["calls"] = list(by_key.values())
+    return known
+
+
+def _key(call: dict[str, Any]) -> str:
+    return json.dumps([call["op"], call["a"], call.get("k"), call.get("det")])
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from kernel_workloads import WORKLOADS
 
-    only = [a for a in sys.argv[2:] if not a.startswith("--")]
-    chosen = [w for w in WORKLOADS if not only or any(o in w[0] for o in only)]
-    calls = record(chosen)
-    lines = ",\n".join(json.dumps(call, separators=(",", ":")) for call in calls)
-    head = {"torch": torch.__version__, "profile": torch.cuda.get_device_name(0)}
-    text = json.dumps(head)[:-1] + f', "calls": [\n{lines}\n]}}\n'
-    with gzip.GzipFile(sys.argv[1], "wb", mtime=0) as out:
+    path, only = Path(sys.argv[1]), [a for a in sys.argv[2:] if not a.startswith("--")]
+    calls = record([w for w in WORKLOADS if not only or w[0] in only])
+    profile = torch.cuda.get_device_name(0)
+    known = merge(path, profile, calls)
+    lines = ",\n".join(json.dumps(call, separators=(",", ":")) for call in known.pop("calls"))
+    text = json.dumps(known)[:-1] + f', "calls": [\n{lines}\n]}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as out:
         out.write(text.encode())
-    print(f"{len(calls)} calls -> {sys.argv[1]}")
+    print(f"{len(calls)} calls on {profile} -> {path}")
 
 
 if __name__ == "__main__":

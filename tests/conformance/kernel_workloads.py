@@ -150,7 +150,6 @@ def matmul() -> None:
             use_gelu=True,
         )
     )
-    back(F.bilinear(t(10, 4), t(10, 5), t(6, 4, 5), t(6)))
     back(torch.linalg.multi_dot([t(4, 50), t(50, 5), t(5, 60)]), torch.kron(t(3, 4), t(5, 6)))
 
 
@@ -690,7 +689,6 @@ def factories() -> None:
         torch.rand(3, 5, device=D),
         torch.randint(0, 9, (3, 5), device=D),
         torch.normal(0.0, 1.0, (3, 5), device=D),
-        torch.normal(t(3, 5, grad=False), t(3, 5, grad=False)),
     )
     for n in (0, 1, 10, 1000, 30000, 200000, 3000000):
         (
@@ -724,19 +722,12 @@ def factories() -> None:
         torch.hann_window(400, device=D),
         torch.hamming_window(400, device=D),
         torch.bartlett_window(9, device=D),
-        torch.blackman_window(9, device=D),
     )
     (
         nn.init.normal_(t(40, 50, dtype=f16, grad=False)),
         nn.init.uniform_(t(50, 40, grad=False).T),
         nn.init.normal_(t(40, 100, grad=False)[:, ::2]),
     )
-    for shape in ((5, 10), (10,), (3, 50000), (1, 2000000)):
-        for dtype in (f32, f16, f64):
-            p = t(*shape, dtype=dtype, grad=False)
-            for n in (1, 5):
-                torch.multinomial(p, n) if n == 1 else torch.multinomial(p, n, replacement=True)
-            torch.multinomial(p, 3)
 
 
 @workload
@@ -1080,3 +1071,411 @@ def foreach() -> None:
                 torch._foreach_mul(x, [torch.tensor(2.0)] * len(x)),
                 torch._foreach_add(x, [t(1, grad=False)] * len(x)) if () not in sizes else None,
             )
+
+
+@workload
+def sorting() -> None:
+    sizes = (
+        (5,),
+        (1,),
+        (100,),
+        (1024,),
+        (1025,),
+        (3000,),
+        (5000,),
+        (200000,),
+        (1500000,),
+        (40, 50),
+        (50, 40000),
+        (200, 5000),
+        (128, 3000),
+        (3, 7, 2048),
+        (2, 1100000),
+        (130, 33, 65),
+        (0,),
+        (),
+    )
+    for shape in sizes:
+        for dtype in (
+            f32,
+            f16,
+            bf16,
+            f64,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.uint8,
+            torch.bool,
+        ):
+            x = t(*shape, dtype=dtype, grad=False)
+            for dim in range(x.dim()) if dtype in (f32, torch.int64) else (-1,):
+                (
+                    x.sort(dim),
+                    x.sort(dim, descending=True),
+                    x.argsort(dim),
+                    x.sort(dim=dim, stable=True),
+                )
+            if not x.numel():
+                continue
+            if dtype != torch.bool:
+                for k in (1, 3, 50, 1500):
+                    for dim in range(x.dim()) if dtype == f32 else (-1,):
+                        if x.dim() and x.shape[dim] >= k:
+                            (
+                                x.topk(k, dim),
+                                x.topk(k, dim, sorted=False),
+                                x.topk(k, dim, largest=False),
+                            )
+                if x.dim():
+                    x.kthvalue(1), x.median(-1), x.nanmedian(-1) if x.is_floating_point() else None
+                (
+                    x.median(),
+                    x.mode() if x.dim() and x.shape[-1] <= 2048 and dtype != torch.uint8 else None,
+                )
+                if (
+                    x.is_floating_point()
+                    and dtype in (f32, f64)
+                    and x.dim()
+                    and x.numel() < 16000000
+                ):
+                    x.quantile(0.5), x.quantile(0.5, -1)
+    x = t(64, 2000)
+    back(
+        x.sort(1)[0],
+        x.topk(5, 1)[0],
+        x.sort(0)[0],
+        x.T.sort(0)[0],
+        x.kthvalue(3)[0],
+        x.median(1)[0],
+        x.max(1)[0],
+        x.min(0)[0],
+        x.cummax(1)[0],
+        x.cummin(0)[0],
+        x.amax(1),
+        x.max(),
+        x.median(),
+    )
+    x = t(64, 2000, grad=False)
+    (
+        torch.searchsorted(x, t(64, 30, grad=False)),
+        torch.bucketize(t(40, 50, grad=False), t(30, grad=False)),
+        torch.searchsorted(x, t(64, 30, grad=False).to(f64)),
+        torch.searchsorted(x[:, ::2], t(64, 60, grad=False)[:, ::2]),
+        torch.bucketize(t(40, 50, grad=False), t(60, grad=False)[::2], out_int32=True),
+    )
+    i = torch.zeros(5000, dtype=torch.int64, device=D)
+    (
+        torch.bincount(i),
+        torch.bincount(i, minlength=300),
+        torch.bincount(i, weights=t(5000, grad=False)),
+        torch.bincount(i, weights=t(5000, grad=False, dtype=f64)),
+        torch.bincount(i.int(), minlength=100000),
+    )
+    (
+        torch.histc(x, 100),
+        torch.histc(x, 100, 0, 1),
+        torch.histc(x.T, 10, 0, 1),
+        torch.argwhere(x),
+        torch.msort(x),
+    )
+
+
+@workload
+def scans() -> None:
+    for shape in ((5,), (1000,), (3000000,), (40, 50), (64, 4096), (300, 4, 50), (0, 5), ()):
+        for dtype in (f32, f16, bf16, f64, torch.int64, torch.int32, torch.uint8, torch.bool):
+            x = t(*shape, dtype=dtype, grad=False)
+            for dim in range(max(x.dim(), 1)):
+                x.cumsum(dim), x.cumprod(dim)
+                if x.is_floating_point():
+                    x.logcumsumexp(dim), x.cumsum(dim, dtype=f64)
+                    torch.cumulative_trapezoid(x, dim=dim) if x.numel() and x.dim() else None
+                if dtype != torch.bool and x.dim():
+                    x.cummax(dim), x.cummin(dim)
+                if dtype in (f32, torch.int64):
+                    x.cumsum_(dim) if x.dim() else None
+                    if x.dim():
+                        x.diff(dim=dim), x.flip(dim)
+    x = t(40, 50)
+    back(
+        x.cumsum(1),
+        x.T.cumsum(1),
+        x[:, ::2].cumsum(1),
+        x.cumprod(1),
+        x.logcumsumexp(1),
+        x.diff(),
+        x.T.cumprod(0),
+        x[:, ::2].logcumsumexp(0),
+    )
+    back(t(50, 40).T.cumsum(1), t(1000).cumsum(0), t(2000)[::2].cumsum(0))
+    torch.use_deterministic_algorithms(True)
+    try:
+        for dtype in (f32, f16, f64):
+            for n in (5, 1000, 3000000):
+                t(n, dtype=dtype, grad=False).cumsum(0)
+            t(40, 50, dtype=dtype, grad=False).cumsum(1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@workload
+def indexing() -> None:
+    for dtype in (f32, f16, torch.int64):
+        x = t(400, 50, dtype=dtype)
+        for n in (1, 7, 300, 5000, 100000):
+            i = torch.zeros(n, dtype=torch.int64, device=D)
+            back(
+                x[i],
+                x.index_select(0, i),
+                x[:, i % 50] if n < 5000 else x[i],
+                x[i, i % 50],
+                x.gather(0, i[:, None].expand(n, 50)),
+                x.take(i),
+                torch.take_along_dim(x, i[:, None].expand(n, 50), 0),
+            )
+            with torch.no_grad():
+                y = x.clone()
+                y[i] = 0
+                y[i] = t(n, 50, dtype=dtype)
+                (
+                    y.index_put_((i,), t(n, 50, dtype=dtype), accumulate=True),
+                    y.index_put_((i, i % 50), t(n, dtype=dtype), accumulate=True),
+                    y.index_put((i,), t(50, dtype=dtype), accumulate=True),
+                    y.index_put_(
+                        (i % 400, torch.zeros((), dtype=torch.int64, device=D)),
+                        t(n, dtype=dtype),
+                        accumulate=True,
+                    ),
+                )
+                torch.ops.aten._index_put_impl_(y, (i,), t(n, 50, dtype=dtype), True, True)
+                (
+                    y.index_add_(0, i, t(n, 50, dtype=dtype)),
+                    y.index_add(0, i, t(n, 50, dtype=dtype)),
+                    y.index_copy_(0, i, t(n, 50, dtype=dtype)),
+                    y.index_fill_(0, i, 1),
+                    y.index_reduce_(0, i, t(n, 50, dtype=dtype), "amax")
+                    if dtype != torch.int64
+                    else None,
+                )
+                if n <= 400:
+                    (
+                        y.scatter_(0, i[:, None].expand(n, 50), t(n, 50, dtype=dtype)),
+                        y.scatter(0, i[:, None].expand(n, 50).contiguous(), 1.0),
+                    )
+                (
+                    y.scatter_add_(0, i[:, None].expand(n, 50), t(n, 50, dtype=dtype)),
+                    y.scatter_add(0, i[:, None].expand(n, 50).contiguous(), t(n, 50, dtype=dtype)),
+                    y.scatter_reduce_(0, i[:, None].expand(n, 50), t(n, 50, dtype=dtype), "amax")
+                    if dtype != f16
+                    else None,
+                )
+                y.put_(i, t(n, dtype=dtype), accumulate=True), y.put_(i, t(n, dtype=dtype))
+        m = torch.zeros(400, dtype=torch.bool, device=D)
+        m2 = torch.zeros(400, 50, dtype=torch.bool, device=D)
+        back(
+            x[m],
+            x[m2],
+            x.masked_select(m2),
+            x.masked_fill(m2, 0),
+            x.masked_fill(m[:, None], 0),
+            x.masked_scatter(m2, t(20000, dtype=dtype)),
+            x[m, 3],
+            x[..., None, m2[0]],
+        )
+        with torch.no_grad():
+            y = x.clone()
+            y[m] = 0
+            y[m2] = 1
+            y[m] = t(50, dtype=dtype)
+            y[3, 4] = 5
+            y[:, torch.tensor([1, 2], device=D)] = 2
+            (
+                y.masked_fill_(m2, torch.tensor(2, dtype=dtype, device=D)),
+                y.masked_scatter_(m2, t(20000, dtype=dtype)),
+                y.fill_diagonal_(1),
+                y.diagonal().add_(1),
+            )
+            (
+                y.nonzero(),
+                m.nonzero(),
+                m2.nonzero(),
+                x[:, ::2].nonzero(),
+                m.nonzero(as_tuple=True),
+                t(3000000, dtype=dtype, grad=False).nonzero(),
+                t(dtype=dtype, grad=False).nonzero(),
+            )
+            (
+                F.one_hot(torch.zeros(30, dtype=torch.int64, device=D), 10),
+                torch.tril_indices(5, 5, device=D),
+            )
+        z = t(20, 30, 40, dtype=dtype)
+        i, j = (torch.zeros(9, dtype=torch.int64, device=D) for _ in range(2))
+        back(
+            z[i, j],
+            z[:, i, j],
+            z[i, :, j],
+            z[i],
+            z[:, i],
+            z[:, :, i],
+            z[i[:, None], j],
+            z[0, i],
+            z[i.int()],
+            z.transpose(0, 1)[i],
+            z[..., ::2][i],
+            z[i, :, 2:5],
+        )
+        with torch.no_grad():
+            for where in (
+                (i, j),
+                (slice(None), i, j),
+                (i, slice(None), j),
+                (slice(None), slice(None), i),
+            ):
+                z.index_put_(
+                    tuple(
+                        torch.arange(2, device=D)[:0] if w is None else w
+                        for w in where
+                        if not isinstance(w, slice)
+                    ),
+                    z[i, j],
+                    accumulate=True,
+                ) if where[0] is i and len(where) == 2 else z.__setitem__(where, 0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for dtype in (f32, f16):
+            x = t(400, 50, dtype=dtype)
+            for n in (7, 300, 5000):
+                i = torch.zeros(n, dtype=torch.int64, device=D)
+                back(x[i], x.index_select(0, i), x[i, i % 50])
+                with torch.no_grad():
+                    y = x.clone()
+                    (
+                        y.scatter_add_(0, i[:, None].expand(n, 50), t(n, 50, dtype=dtype)),
+                        y.index_add_(0, i, t(n, 50, dtype=dtype)),
+                        y.index_put_((i,), t(n, 50, dtype=dtype)),
+                        y.index_copy_(0, i, t(n, 50, dtype=dtype)),
+                    )
+                    (
+                        t(400, dtype=dtype, grad=False).scatter_add_(
+                            0, i, t(n, dtype=dtype, grad=False)
+                        ),
+                        t(400, dtype=dtype, grad=False).index_add_(
+                            0, i, t(n, dtype=dtype, grad=False)
+                        ),
+                    )
+                    (
+                        y.scatter_(0, i[:, None].expand(n, 50)[:400], t(n, 50, dtype=dtype)),
+                        t(400, dtype=dtype, grad=False).scatter_(
+                            0, i, t(n, dtype=dtype, grad=False)
+                        ),
+                    )
+                e = nn.Embedding(100, 33, device=D, dtype=dtype)
+                back(e(i))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@workload
+def pooling() -> None:
+    for dtype in (f32, f16):
+        for x in (
+            t(2, 8, 32, 32, dtype=dtype),
+            t(2, 8, 31, 33, dtype=dtype).to(memory_format=torch.channels_last),
+            t(2, 8, 32, 64, dtype=dtype)[..., ::2],
+            t(8, 32, 32, dtype=dtype),
+        ):
+            back(
+                F.max_pool2d(x, 2),
+                F.max_pool2d(x, 3, 2, 1),
+                F.max_pool2d(x, 3, 1, 1, ceil_mode=True),
+                F.avg_pool2d(x, 2),
+                F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+                F.adaptive_avg_pool2d(x, 1),
+                F.adaptive_avg_pool2d(x, 7),
+                F.adaptive_max_pool2d(x, 7),
+                F.adaptive_avg_pool2d(x, (8, 8)),
+                F.lp_pool2d(x.abs(), 2, 2),
+            )
+            if x.dim() == 4:
+                for mode in ("nearest", "bilinear", "bicubic", "nearest-exact", "area"):
+                    back(
+                        F.interpolate(x, scale_factor=2, mode=mode),
+                        F.interpolate(x, size=(17, 19), mode=mode),
+                    )
+                back(
+                    F.interpolate(x, size=(17, 19), mode="bilinear", antialias=True),
+                    F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=True),
+                )
+                g = t(2, 5, 6, 2, dtype=dtype)
+                back(
+                    F.grid_sample(x, g, align_corners=False),
+                    F.grid_sample(x, g, mode="nearest", padding_mode="border", align_corners=True),
+                    F.grid_sample(x, g, mode="bicubic", align_corners=False),
+                    F.affine_grid(t(2, 2, 3, dtype=dtype), [2, 8, 5, 6], align_corners=False),
+                    F.affine_grid(t(2, 2, 3, dtype=dtype), [2, 8, 4, 6], align_corners=True),
+                )
+        back(
+            F.max_pool1d(t(2, 8, 33, dtype=dtype), 2),
+            F.avg_pool1d(t(2, 8, 33, dtype=dtype), 2),
+            F.adaptive_avg_pool1d(t(2, 8, 33, dtype=dtype), 5),
+            F.adaptive_max_pool1d(t(2, 8, 33, dtype=dtype), 5),
+            F.interpolate(t(2, 8, 33, dtype=dtype), scale_factor=2, mode="linear"),
+            F.interpolate(t(2, 8, 33, dtype=dtype), scale_factor=2),
+        )
+        v = t(2, 4, 8, 8, 8, dtype=dtype)
+        back(
+            F.max_pool3d(v, 2),
+            F.avg_pool3d(v, 2),
+            F.adaptive_avg_pool3d(v, 3),
+            F.adaptive_max_pool3d(v, 3),
+            F.interpolate(v, scale_factor=2, mode="trilinear"),
+            F.interpolate(v, scale_factor=2),
+            F.grid_sample(v, t(2, 3, 3, 3, 3, dtype=dtype), align_corners=False),
+            F.adaptive_avg_pool3d(v, 1),
+        )
+        p, k = F.max_pool2d(t(2, 8, 32, 32, dtype=dtype), 2, return_indices=True)
+        back(
+            F.max_unpool2d(p, k, 2),
+            F.fractional_max_pool2d(t(2, 8, 32, 32, dtype=dtype), 3, output_size=12),
+        )
+    for length in (30, 300):
+        logs = t(length, 4, 20)
+        targets = torch.zeros(4, 10, dtype=torch.int64, device=D)
+        for reduction in ("mean", "sum", "none"):
+            back(
+                F.ctc_loss(
+                    F.log_softmax(logs, -1), targets, (length,) * 4, (10,) * 4, reduction=reduction
+                )
+            )
+
+
+@workload
+def long_rows() -> None:
+    for dtype in (f32, f16, bf16):
+        for rows, wide in ((65537, 64), (70000, 33), (100000, 1024), (200000, 2048), (131072, 768)):
+            back(
+                nn.LayerNorm(wide, device=D, dtype=dtype)(t(rows, wide, dtype=dtype)),
+                nn.RMSNorm(wide, device=D, dtype=dtype)(t(rows, wide, dtype=dtype)),
+                nn.LayerNorm(wide, bias=False, device=D, dtype=dtype)(t(rows, wide, dtype=dtype)),
+            )
+        for vocabulary in (300, 500, 900, 2000):
+            back(
+                nn.Embedding(vocabulary, 768, device=D, dtype=dtype)(
+                    torch.zeros(30000, dtype=torch.long, device=D)
+                )
+            )
+        big = t(9, 2048, 50257, dtype=dtype)
+        back(
+            big.sum(),
+            big.mean(-1),
+            F.softmax(big, -1),
+            F.cross_entropy(big.flatten(0, 1), torch.zeros(9 * 2048, dtype=torch.long, device=D)),
+            big.amax(0),
+            big.sum((0, 1)),
+            big.var(2),
+            big.norm(),
+        )
+        back(
+            t(48, 1024, 1024, 32, dtype=dtype).sum((0, 3)),
+            t(70000, 40000, dtype=dtype, grad=False).sum(0),
+        )

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils import deterministic
 
 from pytest_vram.sim.kernels import versions
 from pytest_vram.sim.profiles import Profile
@@ -141,7 +140,10 @@ def scratch(size: int, why: str, key: str = "scratch") -> Iterator[Step]:
 def filled_resize(itemsize: int) -> Iterator[Step]:
     """In deterministic mode a resized tensor's new memory is filled through a view that begins as
     a scalar of its own (``fill_resize_deterministic_``, ATen/native/Resize.cpp)."""
-    if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and torch._C._get_deterministic_fill_uninitialized_memory()
+    ):
         yield from scratch(itemsize, "scalar that becomes a view of new memory")
 
 

@@ -164,5 +164,7 @@ def reduce(n: int, itemsize: int, card: Card) -> int:
 
 
 def select(n: int, card: Card) -> int:
-    """``DeviceSelect::Flagged`` of positions."""
-    return alias(_tile_state(_tiles(n, 2304), 4, card), 0, 0)
+    """``DeviceSelect::Flagged`` of 64-bit positions."""
+    capability = card.profile.capability
+    tile = 384 * 11 if capability >= (9, 0) else 384 * 6 if capability == (8, 0) else 128 * 5
+    return alias(_tile_state(_tiles(n, tile), 4, card), 0, 0)

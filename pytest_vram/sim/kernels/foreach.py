@@ -23,7 +23,7 @@ from pytest_vram.sim.kernels import (
     outs,
     rule,
 )
-from pytest_vram.sim.kernels.iterator import layout
+from pytest_vram.sim.kernels.iterator import is_dense, layout
 from pytest_vram.sim.kernels.reduce import Kind, reduction
 from pytest_vram.sim.kernels.reductions import wide
 
@@ -38,8 +38,6 @@ def fuses(tensors: Sequence[Tensor]) -> bool:
 
 
 def _dense(tensor: Tensor) -> bool:
-    from pytest_vram.sim.kernels.iterator import is_dense
-
     return is_dense(tensor.shape, tensor.stride())
 
 

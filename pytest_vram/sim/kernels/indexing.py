@@ -29,7 +29,7 @@ from pytest_vram.sim.kernels import (
     size_of,
     versions,
 )
-from pytest_vram.sim.kernels.iterator import Layout, contiguous, is_contiguous
+from pytest_vram.sim.kernels.iterator import Layout, broadcast, contiguous, is_contiguous
 from pytest_vram.sim.kernels.reduce import Kind, reduction
 
 aten = torch.ops.aten
@@ -49,8 +49,8 @@ class _Index:
 
 
 def _broadcast(indices: Sequence[Tensor | None]) -> list[_Index | None]:
-    shape = torch.broadcast_shapes(*(i.shape for i in indices if i is not None))
-    return [None if i is None else _Index(i, tuple(shape)) for i in indices]
+    shape = broadcast(*(i.shape for i in indices if i is not None))
+    return [None if i is None else _Index(i, shape) for i in indices]
 
 
 def _masks(indices: Sequence[Tensor | None]) -> bool:

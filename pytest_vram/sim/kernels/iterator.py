@@ -52,6 +52,16 @@ def contiguous(shape: Sequence[int], itemsize: int) -> Layout:
     return Layout(tuple(shape), contiguous_strides(shape), itemsize)
 
 
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that all broadcast to."""
+    result = [1] * max((len(shape) for shape in shapes), default=0)
+    for shape in shapes:
+        for i, size in enumerate(reversed(shape), 1):
+            if size != 1:
+                result[-i] = size
+    return tuple(result)
+
+
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     if 0 in shape:
         return True

@@ -25,7 +25,8 @@ from pytest_vram.sim.kernels import (
     scratch,
     size_of,
 )
-from pytest_vram.sim.kernels.iterator import Layout, dense_like, layout
+from pytest_vram.sim.kernels.gemm import handle_workspace
+from pytest_vram.sim.kernels.iterator import Layout, broadcast, dense_like, is_contiguous, layout
 from pytest_vram.sim.kernels.reduce import reduction
 from pytest_vram.sim.kernels.reductions import summing
 
@@ -42,7 +43,7 @@ def _reduced(loss: Layout, result: Tensor, card: Card) -> Iterator[Step]:
 
 def _elementwise(first: Tensor, second: Tensor, itemsize: int) -> Layout:
     """Layout of a fresh elementwise result of the two operands."""
-    shape = tuple(torch.broadcast_shapes(first.shape, second.shape))
+    shape = broadcast(first.shape, second.shape)
     template = first if tuple(first.shape) == shape else second
     return dense_like(Layout(shape, template.stride(), itemsize), itemsize)
 
@@ -220,8 +221,6 @@ def log_softmax_backward(
 
 
 def _contiguous_operands(grad: Layout, output: Tensor) -> Iterator[Step]:
-    from pytest_vram.sim.kernels.iterator import is_contiguous
-
     copy_grad = not is_contiguous(grad.shape, grad.stride)
     copy_output = not output.is_contiguous()
     if copy_grad:
@@ -238,8 +237,6 @@ def euclidean_dist(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
     """Squared norms, two widened operands and one matrix product (ATen/native/Distance.cpp)."""
-    from pytest_vram.sim.kernels.gemm import handle_workspace
-
     first, second = args[0], args[1]
     item = first.element_size()
     sizes = {"1": size_of(first), "2": size_of(second)}

@@ -107,7 +107,8 @@ def _segments(n: int, size: int, item: int, card: Card) -> Iterator[Step]:
 def _sort(source: Tensor, dim: int, outputs: Outputs, card: Card) -> Iterator[Step]:
     yield from outs(outputs)
     values, indices = outputs
-    assert values is not None and indices is not None
+    assert values is not None
+    assert indices is not None
     if source.dim():
         yield from sort_steps(
             layout(source), dim % source.dim(), layout(values), layout(indices), card
@@ -180,7 +181,8 @@ def topk(
         yield from _topk_blocks(slices, size, item, card)
     if argument(args, kwargs, 4, "sorted", True) and k > _SMALL_SORT:
         values, indices = outputs
-        assert values is not None and indices is not None
+        assert values is not None
+        assert indices is not None
         plain = layout(values)
         yield Take("order", size_of(indices), "order of the selected values")
         yield Take("picked", size_of(values), "sorted selection")
