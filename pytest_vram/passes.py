@@ -32,6 +32,7 @@ from pytest_vram.trace import Trace
 
 if TYPE_CHECKING:
     from pytest_vram.numerics import Watch
+    from pytest_vram.numerics.memory_watch import Observed
     from pytest_vram.observe import Observer
     from pytest_vram.sim.profiles import Profile
 
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 @dataclass
 class Outcome:
     """What one pass saw. ``kind``: ``simulation``, ``measurement`` or ``numerics``. ``error`` is
-    what the test body raised. ``held``: bytes on the device that fixtures own at the end."""
+    what the test body raised. ``held``: bytes on the device that fixtures own at the end.
+    ``observed``: who referred to what, and ``attention``: the kernels chosen (simulation only)."""
 
     kind: str
     device: str
@@ -52,6 +54,8 @@ class Outcome:
     losses: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
     held: int = 0
+    observed: Observed | None = None
+    attention: tuple[Any, ...] = ()
 
     @functools.cached_property
     def timeline(self) -> Timeline | None:
@@ -123,18 +127,24 @@ class Body:
 def simulate(body: Body, profile: Profile) -> Outcome:
     """The body on a simulated ``profile``: memory to the byte, no values."""
     from pytest_vram.numerics import Watch
+    from pytest_vram.numerics.memory_watch import MemoryWatch
     from pytest_vram.observe import Observer
     from pytest_vram.sim.simulation import Simulation
 
     outcome = Outcome("simulation", f"{profile.name} (simulated)")
     with _fixed_conditions(outcome), Simulation(profile) as simulation:
-        with Watch(values=False) as watch, Observer(simulation) as observer:
+        with (
+            Watch(values=False) as watch,
+            MemoryWatch() as memory,
+            Observer(simulation) as observer,
+        ):
             current = Pass("simulation", torch.device("cuda", 0), body.budget, has_values=False)
             current.observer, current.watch = observer, watch
             current.label_tensor, current.snapshot = simulation.label, simulation.trace
             _run(body, current, outcome)
         _end(body, outcome)
         trace = settle(observer.renumber(simulation.trace()))
+    outcome.observed, outcome.attention = memory.observed, tuple(simulation.attention)
     _read_watch(watch, body.budget, outcome)
     _keep(trace, outcome)
     return outcome
@@ -165,7 +175,11 @@ def measure(body: Body, index: int, estimate: Trace | None = None) -> Outcome:
             current.label_tensor, current.snapshot = recording.label, recording.trace
             _run(body, current, outcome)
         _end(body, outcome)
-    _read_watch(watch, body.budget, outcome)
+    replay = None
+    if watch.needs_replay(body.budget):
+        with device_lock(index), torch.cuda.device(index), _fixed_conditions(outcome):
+            replay = _diagnose(body, "measurement", torch.device("cuda", index))
+    _read_watch(watch, body.budget, outcome, replay)
     trace = settle(observer.renumber(recording.trace()))
     _keep(trace if estimate is None else borrow(trace, estimate), outcome)
     for other, seen in sorted(recording.traces().items()):
@@ -184,8 +198,24 @@ def check_numbers(body: Body) -> Outcome:
         current = Pass("numerics", torch.device("cuda", 0), body.budget, has_values=True)
         current.watch = watch
         _run(body, current, outcome)
-    _read_watch(watch, body.budget, outcome)
+    replay = None
+    if watch.needs_replay(body.budget):
+        with _fixed_conditions(outcome), CpuStandIn():
+            replay = _diagnose(body, "numerics", torch.device("cuda", 0))
+    _read_watch(watch, body.budget, outcome, replay)
     return outcome
+
+
+def _diagnose(body: Body, kind: str, device: torch.device) -> Watch:
+    """The body once more, with every operator watched, because something was not finite: to name
+    the first operator that made it so. What the body raises was judged before."""
+    from pytest_vram.numerics import Watch
+
+    with Watch(diagnose=True) as replay:
+        current = Pass(kind, device, body.budget, has_values=True)
+        current.watch = replay
+        _run(body, current, Outcome(kind, "replay"))
+    return replay
 
 
 # ---- what all passes share
@@ -211,8 +241,10 @@ def _end(body: Body, outcome: Outcome) -> None:
         outcome.held = held_by(body.owners())
 
 
-def _read_watch(watch: Watch, budget: Budget, outcome: Outcome) -> None:
-    outcome.findings = tuple(watch.findings(budget))
+def _read_watch(
+    watch: Watch, budget: Budget, outcome: Outcome, replay: Watch | None = None
+) -> None:
+    outcome.findings = tuple(watch.findings(budget, replay))
     outcome.losses = tuple(watch.losses) if watch.values else ()
     outcome.notes += tuple(watch.notes) if watch.values else ()
     outcome.scaler = tuple(

@@ -253,6 +253,8 @@ class ItemRun:
         judges = real if real is not None else memory
         if not _is_oom(judges):
             findings += judges.findings
+        if not gave_up:
+            findings = self._with_causes(findings)
         if not passed:
             # It failed before it could do what these miss.
             findings = [found for found in findings if found.kind != "not-checked"]
@@ -282,12 +284,25 @@ class ItemRun:
         )
         return self.record
 
+    def _with_causes(self, findings: list[Finding]) -> list[Finding]:
+        """Why memory is what it is. Who referred to what, the simulated pass saw."""
+        from pytest_vram.numerics.memory_causes import with_causes
+
+        simulated = self._outcomes[0]
+        return with_causes(
+            findings,
+            self._memory.trace,
+            simulated.observed,
+            growth=self.budget.growth,
+            attention=simulated.attention,
+        )
+
     def _stored(self, findings: list[Finding]) -> dict[str, Any] | None:
         """This test's baselines; ``None`` (and a finding) where its file cannot be read."""
         try:
             return self.store.environments(self.item.nodeid)
         except BaselineError as error:
-            findings.append(Finding("regression", "fail", f"VRAM baseline cannot be used: {error}"))
+            findings.append(Finding("not-checked", "fail", f"VRAM baseline cannot be used: {error}"))
             return None
 
     def _pass_record(self, outcome: Outcome) -> PassRecord:

@@ -29,7 +29,7 @@ class Watch:
     own scalars (1 KiB) are then part of the base, and nothing else it does uses device memory.
 
     ``values=False``: the pass is simulated, so only the order of calls and missing gradients are
-    judged. ``diagnose=True``: a replay after a pass whose ``needs_replay`` was true. It watches
+    judged. ``diagnose=True``: a replay after a pass whose ``needs_replay()`` was true. It watches
     every operator and scales every loss by 1, and is given to the first watch's ``findings``.
     """
 
@@ -92,13 +92,15 @@ class Watch:
         """Whether there was anything to check: a backward or a module's forward."""
         return bool(self._loop.backwards or self._loop.forwards)
 
-    @property
-    def needs_replay(self) -> bool:
+    def needs_replay(self, budget: Any = None) -> bool:
         """Something was not finite, or nothing could be checked from outside: a second pass with
-        ``Watch(diagnose=True)`` can name the operator."""
+        ``Watch(diagnose=True)`` can name the operator. The search for a scale needs none."""
         if not self.values or self._diagnosis is not None:
             return False
-        return bool(self._finite.found) or not self.saw_training or self.scaler.skipped > 0
+        found = self.findings(budget)
+        skipped = any("skipped" in finding.data for finding in found)
+        never_stepped = 0 < len(self.scaler.steps) == self.scaler.skipped
+        return bool(self._finite.found) or skipped or never_stepped or not self.saw_training
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -10,11 +10,13 @@ only asked for next to a failure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from pytest_vram.findings import Finding, Severity
 from pytest_vram.numerics.lives import Life, Lives, in_words
+from pytest_vram.numerics.memory_explain import explain
 from pytest_vram.numerics.memory_watch import Holder, Observed
 from pytest_vram.quantities import format_bytes
 from pytest_vram.sim.allocator import Block, CachingAllocator
@@ -431,3 +433,46 @@ def compiled(observed: Observed) -> list[Finding]:
             "baseline per torch version",
         )
     ]
+
+
+#: Kinds of findings about memory that ask for an explanation.
+_ASKS_WHY = {"over-budget", "regression", "unexplained", "out-of-memory"}
+
+
+def with_causes(
+    findings: Sequence[Finding],
+    trace: Trace | None,
+    observed: Observed | None,
+    *,
+    growth: int,
+    attention: Sequence[Any] = (),
+) -> list[Finding]:
+    """``findings`` of a pass and what explains them: faults in themselves, and, next to a failure
+    of memory, what the peak consists of. A leak that was found by its slope gets its cause."""
+    if trace is None or observed is None:
+        return list(findings)
+    causes = list(judge(trace, observed, growth=growth, attention=attention))
+    leak = next((cause for cause in causes if cause.kind == "leak"), None)
+    told = list(findings)
+    for number, finding in enumerate(told):
+        if finding.kind == "leak" and "growth" in finding.data and leak is not None:
+            details = (f"cause: {leak.sentence}", *leak.details, *finding.details)
+            told[number] = replace(finding, details=details, hint=leak.hint)
+            causes.remove(leak)
+            break
+    if leak is not None:  # what a leak keeps also survives each step
+        causes = [cause for cause in causes if "variables" not in cause.data]
+    for number, finding in enumerate(told):
+        if finding.severity == "fail" and finding.kind in _ASKS_WHY:
+            told[number] = _explained(finding, explain(trace, observed))
+            break
+    return told + causes
+
+
+def _explained(finding: Finding, notes: Sequence[Finding]) -> Finding:
+    """The failure with what it consists of, each with its remedy."""
+    lines = [line for note in notes for line in (f"cause: {note.sentence}", f"  {note.hint}")]
+    causes = [{"sentence": note.sentence, "bytes": note.data["bytes"]} for note in notes]
+    return replace(
+        finding, details=(*finding.details, *lines), data={**finding.data, "causes": causes}
+    )

@@ -83,7 +83,7 @@ def health(case: ModuleType, fixed: bool, trainable: str | None = None) -> tuple
     first, again = Watch(), None
     with CpuStandIn(), first:
         body_of(case, fixed)()
-    if first.needs_replay:
+    if first.needs_replay(budget):
         again = Watch(diagnose=True)
         with CpuStandIn(), again:
             body_of(case, fixed)()

@@ -46,7 +46,7 @@ def health(
     more to name the operator."""
     watch, error = _once(body, Watch())
     again = None
-    if replay and watch.needs_replay:
+    if replay and watch.needs_replay(budget):
         again, _ = _once(body, Watch(diagnose=True))
     return Health(watch.findings(budget or Budget(), again), watch, error)
 
