@@ -46,6 +46,7 @@ class Call:
         self.deterministic = "det" in record
         which = record.get("d", [0] * cards)
         self.events = [None if i < 0 else record["e"][i] for i in which]
+        self.varies = len(record["e"]) > 1
         self.text = json.dumps({k: v for k, v in record.items() if k not in "erd"})
 
     def predicted(self, card: Card, real: Sequence[str]) -> list[str]:
@@ -101,13 +102,15 @@ def recorded(path: Path = RECORDING) -> tuple[tuple[int, int], list[str], list[C
     return (major, minor), profiles, [Call(c, len(profiles)) for c in recording["calls"]]
 
 
-def differences(at: int, path: Path = RECORDING) -> tuple[int, list[str]]:
+def differences(at: int, path: Path = RECORDING, every: int = 1) -> tuple[int, list[str]]:
+    """How many calls were compared and what differs. ``every``: of the calls whose events are the
+    same on all cards, only each so-many-th."""
     version, profiles, calls = recorded(path)
     card = Card(find_profile(profiles[at]), version)
     count, wrong = 0, []
-    for call in calls:
+    for number, call in enumerate(calls):
         real = call.events[at]
-        if real is None or call.func is None:
+        if real is None or call.func is None or (number % every and not call.varies):
             continue
         count += 1
         try:
@@ -119,10 +122,21 @@ def differences(at: int, path: Path = RECORDING) -> tuple[int, list[str]]:
     return count, wrong
 
 
-@pytest.mark.parametrize("at", range(5))
-def test_rules_predict_every_recorded_event(at: int) -> None:
-    count, wrong = differences(at)
-    assert count > 30_000
+@pytest.mark.parametrize(
+    ("at", "every", "least"),
+    [
+        pytest.param(0, 1, 35_000, id="a100"),
+        *(pytest.param(i, 29, 2_000, id=f"card{i}") for i in range(1, 5)),
+        *(
+            pytest.param(i, 1, 35_000, id=f"card{i}-all", marks=pytest.mark.slow)
+            for i in (1, 2, 3, 4)
+        ),
+    ],
+)
+def test_rules_predict_every_recorded_event(at: int, every: int, least: int) -> None:
+    """The first card in full; on the others what differs between cards, and a sample."""
+    count, wrong = differences(at, every=every)
+    assert count > least
     assert not wrong, f"{len(wrong)} of {count} calls differ:\n" + "\n".join(wrong[:20])
 
 
