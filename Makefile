@@ -1,0 +1,42 @@
+# Two commands do everything on a machine with python3 and make:
+#   make demo   sets up and shows a budget, a caught regression and a card that is too small
+#   make test   sets up and runs the tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench conformance stub clean
+
+# torch first and alone: a CPU build where the package index or a local wheel offers one.
+$(READY): pyproject.toml requirements/torch.txt requirements/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c requirements/constraints.txt -e '.[test,plot]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python fixtures/demo/run_demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The slower stages: everything marked slow, then the stub driver's (PyTorch's CUDA build without a
+# card; downloads several GB once, see tests/stub_driver/README.md).
+conformance: $(READY)
+	$(BIN)/python -m pytest -q -m slow
+
+stub: $(READY)
+	bash tests/stub_driver/build.sh
+
+bench: $(READY)
+	for each in benchmarks/*.py; do $(BIN)/python $$each || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
