@@ -358,9 +358,10 @@ def test_a_private_pool_keeps_its_memory_to_itself() -> None:
     key = "reserved_bytes_by_private_pools.0_1.all.current"
     assert allocator.memory_stats()[key] == 30 * MIB
     allocator.release_pool((0, 1))
-    allocator.empty_cache()
+    allocator.empty_cache((0, 1))
     assert allocator.reserved == 30 * MIB
-    assert key not in allocator.memory_stats()
+    stats = allocator.memory_stats()
+    assert (stats[key], stats["reserved_bytes_by_private_pools.0_1.all.peak"]) == (0, 30 * MIB)
 
 
 def test_cached_memory_of_private_pools_is_named_when_memory_runs_out() -> None:

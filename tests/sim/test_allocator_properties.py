@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_allocator import MIB, Naive, NoMemoryError
 
 from pytest_vram.sim.allocator import (
     Block,
@@ -17,7 +18,6 @@ from pytest_vram.sim.allocator import (
     FirstFit,
     InvalidConfig,
 )
-from naive_allocator import MIB, Naive, NoMemoryError
 
 BASE = 0x7F00_0000_0000
 TOTAL = 512 * MIB

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sortedcontainers import SortedList  # type: ignore[import-untyped]
 
-from pytest_vram.sim.allocator.statistics import Flow, Tally
+from pytest_vram.sim.allocator.statistics import Tally
 
 #: A free block's key is its size and, below that, its place: the order in which PyTorch keeps the
 #: free blocks of one stream. Up to 2.11 a block's place is its address; later the segments come in
@@ -230,22 +230,7 @@ class PrivatePool:
         self.use_on_oom = use_on_oom
         self.users = 0
         self.mallocs = 0  # segments and mappings it holds
-        self.reserved = {"all": Flow(), "small_pool": Flow(), "large_pool": Flow()}
 
     @property
     def pools(self) -> tuple[Pool, Pool]:
         return self.small, self.large
-
-    def reserve(self, small: bool, size: int) -> None:
-        for scope in ("all", "small_pool" if small else "large_pool"):
-            self.reserved[scope].add(size)
-
-    def unreserve(self, small: bool, size: int) -> None:
-        for scope in ("all", "small_pool" if small else "large_pool"):
-            self.reserved[scope].remove(size)
-
-    def items(self) -> Iterator[tuple[str, int]]:
-        """``reserved_bytes_by_private_pools`` of ``torch.cuda.memory_stats()``."""
-        name = "_".join(map(str, self.mempool))
-        for scope, flow in self.reserved.items():
-            yield from flow.items(f"reserved_bytes_by_private_pools.{name}.{scope}")

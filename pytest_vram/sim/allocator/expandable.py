@@ -1,7 +1,7 @@
 """Expandable segments: address space reserved once, memory mapped into it as it is needed.
 
 Read from Note [Expandable Segments] and ``try_allocate_expandable_block``, ``map_block``,
-``unmap_block`` in c10/cuda/CUDACachingAllocator.cpp.
+``unmap_block`` in c10/cuda/CUDAReserve.cpp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pytest_vram.sim.allocator.blocks import (
 )
 
 if TYPE_CHECKING:
-    from pytest_vram.sim.allocator.caching import CachingAllocator
+    from pytest_vram.sim.allocator.reserve import Reserve
 
 SMALL_GRANULE = 2 << 20
 
@@ -27,7 +27,7 @@ SMALL_GRANULE = 2 << 20
 class Expandable:
     """The expandable segments of one allocator."""
 
-    def __init__(self, allocator: CachingAllocator) -> None:
+    def __init__(self, allocator: Reserve) -> None:
         self._allocator = allocator
         self.segments: list[ExpandableSegment] = []
 
@@ -51,7 +51,7 @@ class Expandable:
         return block
 
     def _place(self, lane: Lane, size: int) -> Block:
-        """The lowest free or unmapped block where ``size`` bytes fit (``find_expandable_block``)."""
+        """The lowest place where ``size`` bytes fit (``find_expandable_block``)."""
         for address in sorted(lane.unmapped):
             block = lane.unmapped[address]
             if block.prev is not None and block.prev.state == FREE:

@@ -15,7 +15,7 @@ from pytest_vram.sim.allocator.blocks import (
 )
 
 if TYPE_CHECKING:
-    from pytest_vram.sim.allocator.caching import CachingAllocator
+    from pytest_vram.sim.allocator.reserve import Reserve
 
 _STATES = {FREE: "inactive", ALLOCATED: "active_allocated", PENDING: "active_pending_free"}
 
@@ -71,7 +71,7 @@ def _describe_range(head: Block, device: int) -> tuple[dict[str, Any], Block | N
     return segment, block
 
 
-def restore(allocator: CachingAllocator, segments: Iterable[Mapping[str, Any]]) -> dict[int, Block]:
+def restore(allocator: Reserve, segments: Iterable[Mapping[str, Any]]) -> dict[int, Block]:
     """Put an unused allocator into a recorded state; the blocks in use, by address.
 
     Statistics start as if everything had been allocated at once. Of an expandable segment the

@@ -139,6 +139,9 @@ class Statistics:
         self.due = self.due_split = False  # whether a look must precede the next fall
         self.oversize_allocations = Flow()
         self.oversize_segments = Flow()
+        # By private pool: bytes reserved, in all and as small and large segments. A pool's figures
+        # outlive it.
+        self.private: dict[tuple[int, int], tuple[Flow, Flow, Flow]] = {}
         self.alloc_retries = 0
         self.ooms = 0
         self.oom_rejections = 0
@@ -264,15 +267,15 @@ class Statistics:
                 setattr(peaks, f"peak_{figure}", came - went)
         self.look()
         self.look_split()
-        for oversize in (self.oversize_allocations, self.oversize_segments):
-            oversize.reset_peak()
+        for flow in self._flows():
+            flow.reset_peak()
 
     def reset_accumulated(self) -> None:
         for scope, _ in self._scopes():
             for figure in FIGURES.values():
                 self._bases[scope, figure] = self._flow(scope, figure)
-        for oversize in (self.oversize_allocations, self.oversize_segments):
-            oversize.reset_accumulated()
+        for flow in self._flows():
+            flow.reset_accumulated()
         self.alloc_retries = self.ooms = self.oom_rejections = 0
         self.sync_all_streams = self.device_allocs = self.device_frees = 0
 
@@ -294,6 +297,17 @@ class Statistics:
         tally.segments_out += segments
         tally.reserved_out += size
         self.device_frees += 1
+
+    def of_pool(self, mempool: tuple[int, int], small: bool) -> tuple[Flow, Flow]:
+        """The figures of one private pool that a segment of it adds to."""
+        flows = self.private.setdefault(mempool, (Flow(), Flow(), Flow()))
+        return flows[0], flows[1 if small else 2]
+
+    def _flows(self) -> Iterator[Flow]:
+        yield self.oversize_allocations
+        yield self.oversize_segments
+        for flows in self.private.values():
+            yield from flows
 
     # -- PyTorch's form ------------------------------------------------------------------------
 
@@ -332,3 +346,10 @@ class Statistics:
         yield "num_device_alloc", self.device_allocs
         yield "num_device_free", self.device_frees
         yield "max_split_size", max_split_size
+
+    def private_items(self) -> Iterator[tuple[str, int]]:
+        """``reserved_bytes_by_private_pools``, flat."""
+        for (first, second), flows in self.private.items():
+            for scope, flow in zip(("all", "small_pool", "large_pool"), flows, strict=True):
+                prefix = f"reserved_bytes_by_private_pools.{first}_{second}.{scope}"
+                yield from flow.items(prefix)
