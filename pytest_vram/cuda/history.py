@@ -13,7 +13,7 @@ from pytest_vram.replay import ReplayError, replay
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
 
 #: ("phase", name, step, frame), ("enter", path), ("leave",), ("uncached",) or
-#: ("label", address, bill, name, shape, dtype).
+#: ("label", address, bill, name, shape, dtype, whether a gradient is wanted).
 Mark = tuple[Any, ...]
 
 _RANK = {bill: rank for rank, bill in enumerate(BILLS)}
@@ -55,7 +55,8 @@ class DeviceHistory:
 
     def label(self, address: int, tensor: torch.Tensor, bill: str, name: str) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.mark(("label", address, bill, name, tuple(tensor.shape), dtype))
+        shape = tuple(tensor.shape)
+        self.mark(("label", address, bill, name, shape, dtype, tensor.requires_grad))
 
     def has_begun(self) -> bool:
         """Whether the device was used since the beginning."""
@@ -272,8 +273,10 @@ class _Reader:
         else:
             self._label(*mark[1:])
 
-    def _label(self, address: int, bill: str, name: str, shape: Any, dtype: str) -> None:
-        if bill == "parameters":
+    def _label(
+        self, address: int, bill: str, name: str, shape: Any, dtype: str, trained: bool
+    ) -> None:
+        if bill == "parameters" and trained:
             self._casts.parameter(name, shape, dtype)
         index = self._live.get(address)
         if index is None:

@@ -92,6 +92,15 @@ def test_an_input_of_a_weights_size_gives_way_to_the_weight() -> None:
     assert (x.bill, weight.bill) == ("", "autocast_cache")
 
 
+def test_a_submodules_weight_may_be_used_without_calling_it() -> None:
+    casts = Casts()
+    casts.parameter("attention.in_proj_weight", (24, 8), "float32")
+    casts.parameter("attention.out_proj.weight", (8, 8), "float32")
+    made = cast(128, "attention")
+    casts.made(made)
+    assert made.name == "autocast copy of attention.out_proj.weight"
+
+
 def test_tied_weights_are_found_by_size_and_once_per_region() -> None:
     casts = Casts()
     casts.parameter("tokens.weight", (16, 8), "float32")
@@ -129,7 +138,7 @@ def test_marks_meet_the_history_by_position_and_old_memory_counts_for_nothing() 
         (0, ("phase", "forward", 1, "test_a.py:3 body")),
         (0, ("enter", "fc")),
         (1, ("leave",)),
-        (1, ("label", 4096, "parameters", "fc.weight", (2, 2), "float32")),
+        (1, ("label", 4096, "parameters", "fc.weight", (2, 2), "float32", True)),
         (3, ("phase", "backward", 1, "test_a.py:4 body")),
     ]
     reader = _Reader([old], marks, Stacks())
@@ -193,7 +202,7 @@ def test_what_the_history_lacks_is_other_at_the_peak_and_said() -> None:
 
 def test_the_first_label_of_the_most_telling_bill_wins() -> None:
     def label(bill: str, name: str) -> tuple[int, Any]:
-        return 1, ("label", 0, bill, name, (1,), "float32")
+        return 1, ("label", 0, bill, name, (1,), "float32", True)
 
     marks = [label("inputs", ""), label("parameters", "w"), label("buffers", "b")]
     reader = _Reader([], marks, Stacks())
