@@ -15,7 +15,7 @@ def command(ctx: click.Context, shell: str) -> None:
     \b
     bash:  pytest-vram completion bash >> ~/.bashrc
     zsh:   pytest-vram completion zsh >> ~/.zshrc
-    fish:  pytest-vram completion fish > ~/.config/fish/completions/pytest-vram.fish
+    fish:  pytest-vram completion fish >> ~/.config/fish/config.fish
     """
     made = get_completion_class(shell)
     assert made is not None, "unreachable: the choice above lists click's own shells"

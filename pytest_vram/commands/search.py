@@ -25,7 +25,7 @@ class Trial:
     reserved: int
 
 
-@click.command("search", context_settings={"ignore_unknown_options": True})
+@click.command("search", context_settings={"allow_interspersed_args": False})
 @click.option("-g", "--gpu", type=CARD, help="The card to simulate (default: a100-80gb).")
 @click.option("--low", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--high", type=click.IntRange(min=1), default=4096, show_default=True)

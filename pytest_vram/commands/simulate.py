@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_vram.commands.dryrun import DryRun
 
 
-@click.command("simulate", context_settings={"ignore_unknown_options": True})
+@click.command("simulate", context_settings={"allow_interspersed_args": False})
 @click.option("-g", "--gpu", type=CARD, help="The card to simulate (default: a100-80gb).")
 @click.option(
     "--steps",

@@ -1,0 +1,226 @@
+"""``pytest-vram simulate`` and ``search``: scripts as people have them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import textwrap
+
+import pytest
+from click.testing import CliRunner
+
+from pytest_vram.cli import main
+from pytest_vram.commands.search import bisect
+
+pytest.importorskip("torch")
+
+TRAIN = """
+    import argparse, sys
+    import torch
+    from torch import nn
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    assert __name__ == "__main__"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(args.steps):
+        x = torch.randn(args.batch_size, 512, device=device)
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("done", step)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Write a script and return its name; the test runs in its folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(source=TRAIN, name="train.py"):
+        (tmp_path / name).write_text(textwrap.dedent(source))
+        return name
+
+    return write
+
+
+def run(*words):
+    return CliRunner().invoke(main, list(map(str, words)))
+
+
+PARAMETERS = 2 * 512 * 2048 + 2048 + 512
+
+
+def test_a_script_runs_unmodified_and_stops_after_its_steps(script):
+    result = run("simulate", "--gpu", "t4", script(), "--batch-size", 4)
+    assert result.exit_code == 0, result.output
+    assert "Tesla T4 (t4, simulated), 3 training steps in" in result.output
+    assert "3 training steps were seen." in " ".join(result.output.split())
+    assert "done" not in result.output
+    assert "parameters" in result.output
+    assert "Fits on t4:" in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_json_holds_the_ledger_and_nothing_else(script):
+    result = CliRunner().invoke(
+        main, ["simulate", "--json", "--steps", "2", script(), "--steps", "2"]
+    )
+    data = json.loads(result.stdout)
+    assert (data["gpu"], data["answer"], data["steps"]) == ("a100-80gb", "yes", 2)
+    bills = data["ledger"]["peak"]["bills"]
+    assert bills["parameters"] == pytest.approx(4 * PARAMETERS, abs=2048)
+    assert bills["optimizer_state"] == pytest.approx(8 * PARAMETERS, abs=4096)
+    assert sum(bills.values()) == data["peak_allocated"]
+    assert "done 1" in result.stderr
+
+
+def test_out_of_memory_is_the_answer_no_with_the_ledger_then(script):
+    result = run("simulate", "--gpu", "t4", script(), "--batch-size", 4_000_000)
+    assert result.exit_code == 1
+    text = " ".join(result.output.split())
+    assert "Out of memory in aten::" in text
+    assert "when memory ran out" in text
+    assert "Does not fit on t4: 14.25 GiB are there for PyTorch." in text
+
+
+def test_a_script_that_fails_by_itself(script):
+    name = script("import torch\nraise ValueError('my own bug')\n")
+    result = run("simulate", name)
+    assert result.exit_code == 4
+    assert "ValueError: my own bug" in result.output
+    assert "The script failed by itself" in result.output
+    assert "runpy" not in result.output
+
+
+def test_a_script_that_exits_with_a_code(script):
+    assert run("simulate", script("raise SystemExit(3)")).exit_code == 4
+    left = run("simulate", "--steps", 0, script("raise SystemExit(0)"))
+    assert left.exit_code == 0
+
+
+def test_a_script_that_never_steps(script):
+    name = script("import torch\nx = torch.ones(1024, device='cuda')\n")
+    result = run("simulate", name)
+    assert result.exit_code == 3
+    assert "No optimizer stepped, so no training was seen" in " ".join(result.output.split())
+    assert run("simulate", "--steps", 0, name).exit_code == 0
+
+
+def test_a_script_whose_memory_depends_on_values(script):
+    name = script(
+        """
+        import torch
+        x = torch.randn(100, device="cuda")
+        y = x[x > 0]
+        """
+    )
+    result = run("simulate", name)
+    assert result.exit_code == 3
+    assert "cannot be told" in result.output
+
+
+def test_a_time_limit(script):
+    name = script(
+        """
+        import torch
+        while True:
+            torch.ones(10, device="cuda")
+        """
+    )
+    result = run("simulate", "--limit", 0.3, name)
+    assert result.exit_code == 3
+    assert "the time limit of 0.3 s was reached" in " ".join(result.output.split())
+
+
+def test_a_module(script):
+    script(name="trainer.py")
+    result = run("simulate", "-m", "trainer", "--batch-size", 2)
+    assert result.exit_code == 0, result.output
+    assert run("simulate", "-m", "no_such_trainer").exit_code == 2
+
+
+def test_bad_input_writes_nothing(script, tmp_path):
+    name = script()
+    missing = run("simulate", "no.py")
+    assert missing.exit_code == 2
+    assert "no.py: no such script" in missing.output
+    assert run("simulate", "--gpu", "rtx49", name).exit_code == 2
+    result = run("simulate", "--snapshot", tmp_path / "no" / "s.pickle", name)
+    assert result.exit_code == 2
+    assert "no such folder" in " ".join(result.output.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_the_snapshot_it_writes_can_be_explained(script, tmp_path):
+    simulated = CliRunner().invoke(
+        main, ["simulate", "--json", "--snapshot", "s.pickle", script(), "--batch-size", "4"]
+    )
+    data = json.loads(simulated.stdout)
+    assert set(pickle.loads((tmp_path / "s.pickle").read_bytes())) >= {"segments", "device_traces"}
+    explained = json.loads(run("explain", "s.pickle", "--json").output)
+    assert explained["peak"]["allocated"] == data["peak_allocated"]
+    assert explained["peak_reserved"] == data["peak_reserved"]
+
+
+def test_the_process_is_left_as_it_was(script):
+    import sys
+
+    import torch
+
+    argv, path, current = list(sys.argv), list(sys.path), sys.modules["__main__"]
+    run("simulate", script())
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == (argv, path, current)
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_timeline_is_drawn(script, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run("simulate", "--plot", "t.svg", script()).exit_code == 0
+    assert (tmp_path / "t.svg").read_text().count("<path") > 10
+
+
+def test_search_bisects(script):
+    options = ("--gpu", "t4", "--low", 3, "--high", 6, "--json")
+    result = run("search", *options, script(), "--batch-size", "{}00000")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    # x, two hidden tensors and the output: 20 KiB a sample kept, 16 KiB of gradients at the peak
+    trials = {trial["value"]: trial["fits"] for trial in data["trials"]}
+    best = data["best"]
+    assert trials[best]
+    assert not trials[best + 1]
+    assert data["trials"][0]["peak_allocated"] > 300_000 * 36 * 1024
+
+
+def test_search_needs_a_place_for_the_number(script):
+    result = run("search", script(), "--batch-size", 4)
+    assert result.exit_code == 2
+    assert "no {} among the script's arguments" in result.output
+    assert run("search", "--low", 9, "--high", 3, script(), "{}").exit_code == 2
+
+
+def test_search_passes_the_scripts_own_failure_on(script):
+    result = run("search", script("import sys\nint(sys.argv[1])\nraise KeyError('x')\n"), "{}")
+    assert result.exit_code == 4
+    assert "with 1: KeyError: 'x'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("limit", "low", "high", "best"),
+    [(37, 1, 4096, 37), (4096, 1, 4096, 4096), (5000, 1, 4096, 4096), (0, 1, 64, 0), (1, 1, 64, 1)],
+)
+def test_bisection(limit, low, high, best):
+    asked = []
+
+    def works(value):
+        asked.append(value)
+        return value <= limit
+
+    assert bisect(works, low, high) == best
+    assert len(asked) == len(set(asked)) <= 26
