@@ -205,9 +205,10 @@ def _topk_blocks(slices: int, size: int, item: int, card: Card) -> Iterator[Step
     taken = [Take("kth", slices * item, "k-th values")]
     if not versions.counts_digits_in_topk(card.torch):
         taken.append(Take("semaphores", slices * 4, "semaphores"))
+    passes = 2 if versions.doubles_topk_state(card.torch) else 1
     taken += [
-        Take("wanted", 2 * slices * 4, "ranks to find"),
-        Take("desired", 2 * slices * bitwise, "digits found so far"),
+        Take("wanted", passes * slices * 4, "ranks to find"),
+        Take("desired", passes * slices * bitwise, "digits found so far"),
         Take("counts", count * 256 * 2, "digit counts by block"),
     ]
     if versions.counts_digits_in_topk(card.torch):
