@@ -122,6 +122,8 @@ class Body:
     owners: Callable[[], list[Any]]
     failures: tuple[type[BaseException], ...]
     budget: Budget
+    #: Takes the kind of a pass and its snapshot, as ``torch.cuda.memory._snapshot()`` gives it.
+    keep_snapshot: Callable[[str, dict[str, Any]], None] | None = None
 
 
 def simulate(body: Body, profile: Profile) -> Outcome:
@@ -144,6 +146,8 @@ def simulate(body: Body, profile: Profile) -> Outcome:
             _run(body, current, outcome)
         _end(body, outcome)
         trace = settle(observer.renumber(simulation.trace()))
+        if body.keep_snapshot is not None:
+            body.keep_snapshot("simulation", simulation.snapshot())
     outcome.observed, outcome.attention = memory.observed, tuple(simulation.attention)
     _read_watch(watch, body.budget, outcome)
     _keep(trace, outcome)
@@ -175,6 +179,8 @@ def measure(body: Body, index: int, estimate: Trace | None = None) -> Outcome:
             current.label_tensor, current.snapshot = recording.label, recording.trace
             _run(body, current, outcome)
         _end(body, outcome)
+        if body.keep_snapshot is not None:
+            body.keep_snapshot("measurement", recording.snapshot())
     replay = None
     if watch.needs_replay(body.budget):
         with device_lock(index), torch.cuda.device(index), _fixed_conditions(outcome):

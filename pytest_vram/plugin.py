@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from pytest_vram.marker import (
     read_budget,
 )
 from pytest_vram.nodeids import modules_of
+from pytest_vram.reports.progress import to_terminal
 from pytest_vram.session import Collected, Session
 from pytest_vram.settings import (
     CATEGORIES,
@@ -30,6 +33,7 @@ from pytest_vram.settings import (
 
 if TYPE_CHECKING:
     from pytest_vram.fixture import Vram
+    from pytest_vram.reports.model import Report
     from pytest_vram.run import ItemRun
 
 _UPDATE = "--vram-update"
@@ -94,6 +98,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help=f"with {_UPDATE}: say what would be written, write nothing",
     )
+    group.addoption(
+        "--vram-report",
+        dest="vram_report",
+        action="append",
+        metavar="FILE",
+        help="write a report of the marked tests: FILE.html, .json, .md, .csv or "
+        ".codequality.json (GitLab); repeatable",
+    )
+    group.addoption(
+        "--vram-snapshots",
+        dest="vram_snapshots",
+        metavar="DIR",
+        help="write a snapshot of every measured and simulated run for PyTorch's memory visualiser",
+    )
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    from pytest_vram import hooks
+
+    pluginmanager.add_hookspecs(hooks)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -128,9 +152,15 @@ class Plugin:
         self.settings = settings
         self.session = Session(settings)
         self.collected = Collected()
+        self.report: Report | None = None
         worker_input = getattr(config, "workerinput", None)
         self.worker: str = worker_input["workerid"] if worker_input else ""
         self._before_filters: set[str] = set()
+        self.progress = to_terminal(
+            sys.stdout,
+            quiet=bool(self.worker) or config.get_verbosity() < 0 or bool(config.getini("log_cli")),
+            captured=config.option.capture != "no",
+        )
 
     # ---- which items are marked
 
@@ -224,6 +254,7 @@ class Plugin:
 
         before = item.stash.get(self.run_key, None)
         run = ItemRun(item, budget, self.settings, self.session.store, self.worker)
+        run.say = self.progress.show
         run.attempt = before.attempt + 1 if before is not None else 1
         item.stash[self.run_key] = run
 
@@ -256,6 +287,20 @@ class Plugin:
 
     # ---- the controlling process
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if self._workers:
+            self.progress.started(nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if self._workers:
+            self.progress.finished(nodeid)
+
+    @property
+    def _workers(self) -> bool:
+        """Whether tests run in workers of pytest-xdist."""
+        return not self.worker and bool(getattr(self.config.option, "dist", "no") != "no")
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.worker or not self.settings.enabled:
             return
@@ -280,8 +325,26 @@ class Plugin:
             self.config.workeroutput["pytest_vram"] = self.collected.to_dict()  # type: ignore[attr-defined]
         elif self.settings.enabled and not self.config.option.collectonly:
             summary = self.session.finish(_stopped(session, exitstatus))
+            self._publish(exitstatus, _stopped(session, exitstatus))
             if summary.failed and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _publish(self, exit_status: int, stopped: str) -> None:
+        """Reports, once everything is known; a plugin's hook that raises does not cost them."""
+        if not self.session.collected.marked and not self.settings.reports:
+            return
+        from pytest_vram.reports.publish import publish, report_of, with_extra
+
+        summary = self.session.summary
+        failed = exit_status or pytest.ExitCode.TESTS_FAILED if summary.failed else exit_status
+        self.report = report_of(self.session, failed, stopped)
+        try:
+            answers = self.config.hook.pytest_vram_report(config=self.config, report=self.report)
+            self.report = with_extra(self.report, answers)
+        except Exception as error:
+            summary.unwritten.append(f"pytest_vram_report: {type(error).__name__}: {error}")
+        summary.unwritten += publish(self.report, self.settings)
+        summary.failed = summary.failed or bool(summary.unwritten)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         from pytest_vram.reports.terminal import report
@@ -302,6 +365,12 @@ class Plugin:
         moods = {"ok": {"green": True}, "warn": {"yellow": True}, "fail": {"red": True}}
         for line in lines:
             writer.write_line(line.text, **moods.get(line.mood, {}))
+        if self.report is not None and os.environ.get("GITHUB_ACTIONS") == "true":
+            from pytest_vram.reports.github import annotations
+
+            workspace = os.environ.get("GITHUB_WORKSPACE", "")
+            for text in annotations(self.report, self.config.rootpath, workspace):
+                writer.write_line(text)
 
 
 def _marks(item: pytest.Item) -> list[Any]:

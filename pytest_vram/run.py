@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class ItemRun:
     store: Store
     worker: str = ""
     attempt: int = 1
+    say: Callable[[str], None] = lambda text: None  # what is being done, for the terminal
     vram: Vram = field(init=False)
     record: TestRecord | None = None
     _outcomes: list[Outcome] = field(default_factory=list)
@@ -74,6 +76,8 @@ class ItemRun:
         except NoDeviceError as problem:
             self.vram.attach(None)
             pytest.fail(f"VRAM not checked: {problem}", pytrace=False)
+        finally:
+            self.say("")
         error = self._decide_error()
         if error is not None:
             raise error
@@ -89,7 +93,16 @@ class ItemRun:
             original()
             _raise_unittest_error(self.item)
 
-        return Body(run, self.vram.attach, self._owners, FAILURES, self.budget)
+        keep = None if self.settings.snapshots is None else self._keep_snapshot
+        return Body(run, self.vram.attach, self._owners, FAILURES, self.budget, keep)
+
+    def _keep_snapshot(self, kind: str, snapshot: dict[str, Any]) -> None:
+        from pytest_vram.reports.snapshots import write_snapshot
+
+        assert self.settings.snapshots is not None
+        directory, nodeid = self.settings.snapshots, self.item.nodeid
+        if problem := write_snapshot(directory, nodeid, kind, snapshot, self.attempt):
+            self._notes.append(problem)
 
     def _owners(self) -> list[Any]:
         """What may keep tensors after the test: fixture values and the test's instance."""
@@ -105,22 +118,36 @@ class ItemRun:
         index = choose_cuda(self.settings, self.worker)
         if index is None:
             profile = find_gpu(self.settings, self.settings.profile_name(self.budget.gpu))
-            self._environment = environment("sim", profile.name)
+            self._environment = self._explained(environment("sim", profile.name))
+            self.say(f"simulating on {profile.name}")
             outcome = self._keep(passes.simulate(body, profile))
             self.vram.remember(outcome.ledger, outcome.device)
             if self._wants_numbers(outcome):
+                self.say("checking numbers on the CPU")
                 self._keep(passes.check_numbers(body))
             return
         from pytest_vram.cuda import environment as card_facts
         from pytest_vram.cuda import profile_of
 
         facts = card_facts(index)
-        self._environment = environment("cuda", facts.pop("gpu"), facts)
+        self._environment = self._explained(environment("cuda", facts.pop("gpu"), facts))
         estimate = None
         if self.settings.estimate:
+            self.say(f"estimating: simulating {self._environment.gpu}")
             estimate = self._keep(passes.simulate(body, profile_of(index))).trace
+        self.say(f"measuring on cuda:{index}")
         measured = self._keep(passes.measure(body, index, estimate))
         self.vram.remember(measured.ledger, measured.device)
+
+    def _explained(self, where: Environment) -> Environment:
+        """With the facts that other plugins add; the environment's own win."""
+        facts: dict[str, str] = {}
+        answers = self.item.ihook.pytest_vram_environment(
+            config=self.item.config, environment=where
+        )
+        for answer in answers:
+            facts |= {str(name): str(value) for name, value in (answer or {}).items()}
+        return replace(where, versions=dict(sorted({**facts, **where.versions}.items())))
 
     def _keep(self, outcome: Outcome) -> Outcome:
         self._outcomes.append(outcome)
@@ -282,7 +309,18 @@ class ItemRun:
             attempt=self.attempt,
             worker=self.worker,
         )
+        self.record = self._with_others(self.record)
         return self.record
+
+    def _with_others(self, record: TestRecord) -> TestRecord:
+        """What other plugins find and add; their figures become what JSON can hold."""
+        extra: dict[str, Any] = {}
+        answers = self.item.ihook.pytest_vram_measured(item=self.item, record=record, extra=extra)
+        more = [found for answer in answers for found in answer or ()]
+        if not more and not extra:
+            return record
+        plain = json.loads(json.dumps(extra, default=str))
+        return replace(record, findings=in_order([*record.findings, *more]), extra=plain)
 
     def _with_causes(self, findings: list[Finding]) -> list[Finding]:
         """Why memory is what it is. Who referred to what, the simulated pass saw."""

@@ -49,6 +49,7 @@ class Summary:
     refusals: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    unwritten: list[str] = field(default_factory=list)  #: reports that could not be made
     failed: bool = False
 
 
@@ -61,6 +62,8 @@ class Session:
         self.summary = Summary()
         #: Every attempt of every marked test, in the order of their reports.
         self.attempts: dict[str, list[TestRecord]] = {}
+        #: Why a test has no record: ``skipped in setup``.
+        self.unrecorded: dict[str, str] = {}
         self._bad: set[str] = set()  # items with any phase that did not simply pass
         self._failed = 0  # failures of any test of the run
         self._lost_workers: list[str] = []
@@ -87,6 +90,8 @@ class Session:
         elif outcome != "passed":
             self._bad.add(nodeid)
             self._failed += outcome in ("failed", "xpassed")
+        if outcome not in ("passed", "rerun"):
+            self.unrecorded[nodeid] = f"{outcome} in {when}"
         if when == "call" and record is not None:
             from pytest_vram.record import TestRecord
 

@@ -62,6 +62,8 @@ class Settings:
     strict: bool = False
     baselines: Path = Path("vram_baselines")
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    reports: tuple[Path, ...] = ()
+    snapshots: Path | None = None
 
     def profile_name(self, marked: str | None) -> str:
         """The card to simulate: the marker's, else the option's, else the ini setting's."""
@@ -154,6 +156,8 @@ def read_settings(option: Callable[[str], Any], ini: Callable[[str], Any], root:
         strict=bool(ini("vram_strict") if strict is None else strict),
         baselines=root / text("vram_baselines", "vram_baselines"),
         defaults=_defaults(ini("vram_budget") or ()),
+        reports=_reports(option("vram_report") or ()),
+        snapshots=_snapshots(option("vram_snapshots")),
     )
     if settings.dry_run and not settings.update:
         raise SettingsError("--vram-dry-run says what --vram-update would do: give both")
@@ -201,6 +205,31 @@ def _defaults(lines: list[str] | tuple[()]) -> dict[str, Any]:
     except BudgetError as error:
         raise SettingsError(f"vram_budget: {error}") from None
     return given
+
+
+def _reports(given: list[str] | tuple[()]) -> tuple[Path, ...]:
+    """The files of ``--vram-report``, which can be written as far as one can tell beforehand."""
+    if not given:
+        return ()
+    from pytest_vram.reports.files import obstacle, parse_report
+
+    paths = tuple(_named("--vram-report", parse_report, text).absolute() for text in given)
+    for path in paths:
+        if problem := obstacle(path):
+            raise SettingsError(f"--vram-report: {problem}")
+    return tuple(dict.fromkeys(paths))
+
+
+def _snapshots(given: str | None) -> Path | None:
+    """The directory of ``--vram-snapshots``, made when the first one is written."""
+    if not given:
+        return None
+    from pytest_vram.reports.files import obstacle
+
+    path = Path(given).absolute()
+    if problem := obstacle(path, directory=True):
+        raise SettingsError(f"--vram-snapshots: {problem}")
+    return path
 
 
 def _categories(given: list[str] | tuple[()]) -> frozenset[str]:

@@ -54,6 +54,11 @@ class Recording:
         """Traces by device index, the main device's always among them."""
         return self._traces if self._ended else self._read(None)
 
+    def snapshot(self) -> dict[str, Any]:
+        """What ``torch.cuda.memory._snapshot()`` returns now, for PyTorch's memory visualiser; only
+        while the recording runs, which keeps the history."""
+        return _snapshot()
+
     @property
     def _main_device(self) -> int:
         if self._main is None:

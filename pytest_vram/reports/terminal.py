@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from pytest_vram.session import Summary
 from pytest_vram.verdict import largest_table, moment_table
 
 GAP = "  "
+MARGIN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,12 @@ def table(records: Sequence[TestRecord], width: int) -> list[Line]:
     used = [at for at, title in enumerate(titles) if title in ("device", "peak", "verdict")
             or any(row[at] for row in rows)]  # fmt: skip
     sizes = {at: max(len(titles[at]), *(len(row[at]) for row in rows)) for at in used}
-    figures = sum(sizes.values()) + len(GAP) * len(used)
     names = [_name(record) for record in records]
-    room = max(width - figures, 12)
+    room = width - sum(sizes.values()) - len(GAP) * len(used)
+    if room < MARGIN:
+        # The legend has the devices' full names.
+        sizes[0] = max(MARGIN, sizes[0] - MARGIN + room)
+        room = MARGIN
     name_width = min(room, max(len("test"), *(len(name) + 2 for name in names)))
     lines = [Line(("test".ljust(name_width) + _row(titles, used, sizes)).rstrip())]
     file = None
@@ -76,7 +81,8 @@ def _name(record: TestRecord) -> str:
 def _row(cells: Sequence[str], used: Sequence[int], sizes: dict[int, int]) -> str:
     last = used[-1]
     parts = [
-        cells[at].ljust(sizes[at]) if at in (0, last) else cells[at].rjust(sizes[at]) for at in used
+        cells[at][: sizes[at]].ljust(sizes[at]) if at in (0, last) else cells[at].rjust(sizes[at])
+        for at in used
     ]
     return GAP + GAP.join(parts)
 
@@ -91,9 +97,9 @@ def _cells(record: TestRecord) -> tuple[str, ...]:
     scaler = ""
     if record.scaler:
         skipped = record.skipped_steps
-        scaler = f"{skipped} skipped" if skipped else f"{record.scaler[-1].scale_after:g}"
+        scaler = f"{skipped} skip" if skipped else f"{record.scaler[-1].scale_after:g}"
     return (
-        record.environment.gpu,
+        _short(record.environment.gpu),
         "out" if failure is not None and record.verdict == "out-of-memory" else format_bytes(peak),
         budget,
         format_percent(peak - before, before) if before is not None else "",
@@ -101,6 +107,11 @@ def _cells(record: TestRecord) -> tuple[str, ...]:
         scaler,
         record.verdict,
     )
+
+
+def _short(gpu: str) -> str:
+    """``H100 80GB HBM3`` for ``NVIDIA H100 80GB HBM3``."""
+    return re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", gpu)
 
 
 def _mood(record: TestRecord) -> str:
@@ -227,4 +238,5 @@ def _updates(summary: Summary) -> list[Line]:
         lines.append(Line(f"vram baselines: {summary.update}", "ok"))
     lines += [Line(f"vram baselines: {refusal}", "warn") for refusal in summary.refusals]
     lines += [Line(f"vram baselines: {problem}", "fail") for problem in summary.problems]
+    lines += [Line(f"vram report: {problem}", "fail") for problem in summary.unwritten]
     return lines

@@ -1,0 +1,126 @@
+"""The files of ``--vram-report``: which format a name means, and writing them whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pytest_vram.reports.model import Report
+
+Writer = Callable[[Report], str]
+
+
+def _json(report: Report) -> str:
+    return report.to_json()
+
+
+def _html(report: Report) -> str:
+    from pytest_vram.reports.html import page
+
+    return page(report)
+
+
+def _markdown(report: Report) -> str:
+    from pytest_vram.reports.markdown import document
+
+    return document(report)
+
+
+def _csv(report: Report) -> str:
+    from pytest_vram.reports.csv import rows
+
+    return rows(report)
+
+
+def _gitlab(report: Report) -> str:
+    from pytest_vram.reports.gitlab import code_quality
+
+    return code_quality(report)
+
+
+#: Suffix -> format; the longest suffix that fits decides.
+WRITERS: dict[str, Writer] = {
+    ".codequality.json": _gitlab,
+    ".json": _json,
+    ".html": _html,
+    ".md": _markdown,
+    ".csv": _csv,
+}
+
+
+def parse_report(text: str) -> Path:
+    """The path of one ``--vram-report``. :raises ValueError: if its suffix names no format."""
+    path = Path(text)
+    if writer_of(path) is None:
+        raise ValueError(f"{text!r}: the suffix decides the format: {', '.join(WRITERS)}")
+    return path
+
+
+def writer_of(path: Path) -> Writer | None:
+    name = path.name.lower()
+    return next(
+        (writer for suffix, writer in WRITERS.items() if name.endswith(suffix) and name != suffix),
+        None,
+    )
+
+
+def obstacle(path: Path, *, directory: bool = False) -> str:
+    """Why a file (or a directory for files) could not be written at ``path``; empty if it can.
+    Nothing is created to find out."""
+    if directory and path.exists() and not path.is_dir():
+        return f"{path} is a file"
+    if not directory and path.is_dir():
+        return f"{path} is a directory"
+    parent = path if directory else path.parent
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        return f"{parent} is a file"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} cannot be written to"
+    return ""
+
+
+def write_reports(report: Report, paths: Sequence[Path]) -> list[str]:
+    """Write every file; returns what went wrong, one line each. One failure spares the others."""
+    problems = []
+    for path in paths:
+        writer = writer_of(path)
+        assert writer is not None
+        try:
+            write_text(path, writer(report))
+        except OSError as error:
+            problems.append(f"{path} was not written: {error.strerror or error}")
+    return problems
+
+
+def write_text(path: Path, text: str) -> None:
+    """``text`` as UTF-8, whole or not at all. Characters that UTF-8 does not have (file names that
+    are no text) are escaped."""
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """``data``, whole or not at all; parent directories are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".vram-", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
