@@ -240,3 +240,30 @@ def test_the_rebuilt_start_is_right_but_for_what_it_calls_undecided(
     assert rebuilt.keys() == true.keys()
     for address, size in true.items():
         assert rebuilt[address] <= size <= rebuilt[address] + open_.get(address, 0)
+
+
+def test_a_rest_that_shows_in_a_choice_is_found() -> None:
+    """A 12 MiB block that got 12.5; behind it 27.5 MiB are free and look like 28. A request for
+    27.8 MiB then goes elsewhere: so at least 0.2 MiB of the 28 were not free."""
+    allocator = CachingAllocator(1 << 40, version=VERSION)
+    allocator.free(allocator.malloc(40 * MIB))
+    first, second = allocator.malloc(12 * MIB + MIB // 2), allocator.malloc(27 * MIB + MIB // 2)
+    other = allocator.malloc(30 * MIB)
+    allocator.free(first)
+    block = allocator.malloc(12 * MIB)
+    allocator.free(second)
+    allocator.free(other)
+    assert (block.size, allocator.reserved) == (12 * MIB + MIB // 2, 70 * MIB)
+    trace: list[tuple[str, int, int, int]] = []
+    allocator.tracer = lambda *entry: trace.append(entry)
+    asked = 27 * MIB + 800 * 1024
+    taken = allocator.malloc(asked)
+    assert taken.address == other.address
+    allocator.free(block)
+    recording = Recording("here", tuple(allocator.segments()), tuple(trace))
+    assert len(replay(rebuild(recording).segments, trace, version=VERSION).mismatches) == 1
+    start, replayed = explain(recording, VERSION)
+    (hidden,) = start.undecided
+    assert replayed.mismatches == ()
+    assert (hidden.address, hidden.rest) == (block.address, 28 * MIB - asked + 512)
+    assert hidden.rest <= MIB // 2 <= hidden.most

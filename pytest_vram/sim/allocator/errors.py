@@ -65,7 +65,7 @@ class DeviceOutOfMemory(MemoryError):  # noqa: N818 (a fixed name)
             return (
                 "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
                 "per_process_memory_fraction limit. Requested size: "
-                f"{format_size(self.segment)}"
+                f"{format_size(self.requested)}"
             )
         allowed = "" if self.allowed is None else f"{format_size(self.allowed)} allowed; "
         pools = self.in_private_pools
