@@ -130,6 +130,9 @@ _SCALARS = (*FIGURES, "peak_phase", "peak_step")
 
 
 def _load_any(text: str) -> Tests:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.startswith(("<<<<<<< ", ">>>>>>> ")):
+            raise TextError(number, f"an unfinished merge: {line[:30]!r}")
     try:
         root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:

@@ -236,9 +236,9 @@ class Plugin:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         ids = {item.nodeid for item in session.items}
         self.collected.modules = modules_of(self._before_filters | ids)
-        self.collected.marked = {
+        self.collected.marked = [
             item.nodeid for item in session.items if self.settings.enabled and self.budget_of(item)
-        }
+        ]
         self.collected.filters = _filters(self.config, len(self._before_filters - ids))
         self.session.collected.add(self.collected)
 

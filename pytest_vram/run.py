@@ -340,7 +340,8 @@ class ItemRun:
         try:
             return self.store.environments(self.item.nodeid)
         except BaselineError as error:
-            findings.append(Finding("not-checked", "fail", f"VRAM baseline cannot be used: {error}"))
+            sentence = f"VRAM baseline cannot be used: {error}"
+            findings.append(Finding("not-checked", "fail", sentence))
             return None
 
     def _pass_record(self, outcome: Outcome) -> PassRecord:

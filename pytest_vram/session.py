@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 class Collected:
     """What one process collected: ids of marked tests, modules, and why that was not everything."""
 
-    marked: set[str] = field(default_factory=set)
+    marked: list[str] = field(default_factory=list)  #: in the order of collection
     modules: set[str] = field(default_factory=set)
     filters: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "marked": sorted(self.marked),
+            "marked": self.marked,
             "modules": sorted(self.modules),
             "filters": self.filters,
         }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Collected:
-        return cls(set(raw["marked"]), set(raw["modules"]), list(raw["filters"]))
+        return cls(list(raw["marked"]), set(raw["modules"]), list(raw["filters"]))
 
     def add(self, other: Collected) -> None:
-        self.marked |= other.marked
+        known = set(self.marked)
+        self.marked += [nodeid for nodeid in other.marked if nodeid not in known]
         self.modules |= other.modules
         self.filters += [reason for reason in other.filters if reason not in self.filters]
 
@@ -76,8 +77,11 @@ class Session:
 
     @property
     def records(self) -> list[TestRecord]:
-        """The last attempt of every marked test: the one that counts."""
-        return [attempts[-1] for attempts in self.attempts.values()]
+        """The last attempt of every marked test, the one that counts, in the order of collection:
+        workers report in any."""
+        place = {nodeid: at for at, nodeid in enumerate(self.collected.marked)}
+        last = [attempts[-1] for attempts in self.attempts.values()]
+        return sorted(last, key=lambda record: place.get(record.nodeid, len(place)))
 
     # ---- while the run goes on
 
@@ -186,6 +190,7 @@ class Session:
         exists is not judged: it may be ignored, or skipped as a whole on this machine."""
         from pytest_vram.baselines import BaselineError, Edit
 
+        marked = set(self.collected.marked)
         edits = []
         for module, _ in self.store.modules():
             if module not in self.collected.modules and self._exists(module):
@@ -199,8 +204,7 @@ class Session:
             edits += [
                 Edit(module, test, "", None, "pruned")
                 for test in tests
-                if f"{module}::{test}" not in self.collected.marked
-                and module not in self.collected.marked
+                if f"{module}::{test}" not in marked and module not in marked
             ]
         return edits
 

@@ -106,7 +106,7 @@ def test_figures_by_hand() -> None:
         ("format: 1\ntests:\n  a: {e: {largest: x}}\n", 3, "expected a list of allocations"),
         ("format: 1\ntests:\n  a: {}\n  a: {}\n", 4, "'a' is here twice (an unfinished merge?)"),
         ("format: 1\ntests:\n  a: &x {}\n  b: *x\n", 3, "anchors and aliases are not used"),
-        ("format: 1\n<<<<<<< HEAD\ntests: {}\n", 3, "could not find expected ':'"),
+        ("format: 1\n<<<<<<< HEAD\ntests: {}\n", 2, "an unfinished merge: '<<<<<<< HEAD'"),
         ("format: 1\ntests: {\n", 3, ""),
         ("format: 1\ntests: \x00\n", 1, ""),
         (TEXT.replace("parameters: 497759232", "parameters: lots"), 13, "'lots' is not a size"),

@@ -81,7 +81,9 @@ def _name(record: TestRecord) -> str:
 def _row(cells: Sequence[str], used: Sequence[int], sizes: dict[int, int]) -> str:
     last = used[-1]
     parts = [
-        cells[at][: sizes[at]].ljust(sizes[at]) if at in (0, last) else cells[at].rjust(sizes[at])
+        _cut(cells[at], sizes[at]).ljust(sizes[at])
+        if at in (0, last)
+        else cells[at].rjust(sizes[at])
         for at in used
     ]
     return GAP + GAP.join(parts)
@@ -107,6 +109,13 @@ def _cells(record: TestRecord) -> tuple[str, ...]:
         scaler,
         record.verdict,
     )
+
+
+def _cut(text: str, size: int) -> str:
+    """At most ``size`` characters, whole words where there are several."""
+    if len(text) <= size:
+        return text
+    return text[: size + 1].rpartition(" ")[0] or text[:size]
 
 
 def _short(gpu: str) -> str:

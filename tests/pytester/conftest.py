@@ -69,7 +69,9 @@ class Project:
         return self.pytester.runpytest_inprocess("-p", "no:hypothesispytest", *numerics, *args)
 
     def subprocess(self, *args: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess("--vram-numerics=off", *args)
+        return self.pytester.runpytest_subprocess(
+            "-p", "no:hypothesispytest", "--vram-numerics=off", *args
+        )
 
     @property
     def baseline(self) -> str:

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_record import record
+from traces import A100, MIB, training
+
+from pytest_vram.comparison import record_of
+from pytest_vram.findings import Finding
+from pytest_vram.marker import Budget
+from pytest_vram.record import PassRecord, ScalerStep
+from pytest_vram.reports.terminal import report
+from pytest_vram.session import Summary
+
+H100 = replace(A100, kind="cuda", gpu="NVIDIA H100 80GB HBM3")
+
+
+def lines(*records: Any, summary: Summary | None = None, **more: Any) -> list[str]:
+    return [line.text for line in report(records, summary or Summary(), **more)]
+
+
+def test_nothing_was_marked() -> None:
+    assert lines() == []
+    assert lines(verbosity=2) == []
+
+
+def test_one_simulated_test() -> None:
+    assert lines(record()) == [
+        "test      device         peak  of budget  verdict",
+        "tests/test_a.py",
+        "  test_x  a100-80gb  70.0 MiB       70 %  ok",
+        "simulated on a100-80gb, torch 2.13.0, to the byte and without values",
+        "numbers: 1 by a real run on the CPU",
+    ]
+
+
+def test_all_columns() -> None:
+    stored = record_of(training(saved=20 * MIB).ledger(), A100)
+    scaler = (ScalerStep(1, 65536.0, 32768.0, True), ScalerStep(2, 32768.0, 32768.0, False))
+    measured = record(
+        environment=H100,
+        answered="measured",
+        numerics="cuda",
+        stored=stored,
+        estimate=training(saved=29 * MIB).ledger(),
+        scaler=scaler,
+        findings=(Finding("regression", "fail", "VRAM regression: ..."),),
+        nodeid="tests/test_a.py::TestGpt2::test_trains_within_its_budget[fp16-flash-attention]",
+    )
+    plain = record(budget=Budget(), numerics="", nodeid="tests/test_a.py::test_y")
+    text = lines(measured, plain)
+    assert text[:7] == [
+        "test    device           peak  of budget  baseline  estimate  scaler  verdict",
+        "tests/test_a.py",
+        "  TestGpt2::test_trains_within_its_budget[fp16-flash-attention]",
+        "        H100 80GB    70.0 MiB       70 %   +16.7 %    +1.4 %  1 skip  regression",
+        "  test_y",
+        "        a100-80gb    70.0 MiB                                         ok",
+        "measured on NVIDIA H100 80GB HBM3, torch 2.13.0",
+    ]
+    assert text[7:] == [
+        "simulated on a100-80gb, torch 2.13.0, to the byte and without values",
+        "numbers: 1 on the GPU, in the same run, 1 not checked",
+    ]
+    assert all(len(line) <= 80 for line in text)
+
+
+@pytest.mark.parametrize("length", [1, 10, 40, 200])
+def test_eighty_columns(length: int) -> None:
+    records = [
+        record(
+            nodeid="tests/test_a.py::test_" + "x" * length,
+            scaler=(ScalerStep(1, 65536.0, 65536.0, False),),
+            stored=record_of(training().ledger(), A100),
+            findings=(Finding("out-of-memory", "fail", ""),),
+        )
+    ]
+    for text in lines(*records):
+        assert len(text) <= 80 or "xxx" in text
+        assert text == text.rstrip()
+
+
+def test_verbose_adds_the_ledger() -> None:
+    passes = (PassRecord("simulation", "a100", 0.25), PassRecord("numerics", "cpu", 1.5))
+    text = lines(record(passes=passes, notes=("something",)), verbosity=1)
+    at = text.index("tests/test_a.py::test_x  (simulated on a100-80gb, torch 2.13.0)")
+    assert text[at + 1 :] == [
+        "  peak allocated 70.0 MiB (73400320 bytes), reserved 80.0 MiB (10.0 MiB of it cached)",
+        "  alive then (backward, step 2): 70.0 MiB",
+        "    parameters       10.0 MiB  14 %",
+        "    gradients        10.0 MiB  14 %",
+        "    optimizer state  20.0 MiB  29 %",
+        "    activations      30.0 MiB  43 %",
+        "  peaks by phase: setup 10.0 MiB, forward 60.0 MiB, backward 70.0 MiB, "
+        "optimizer 41.0 MiB, between 30.0 MiB",
+        "  alive after each step: 30.0 MiB, 30.0 MiB",
+        "  largest allocations",
+        "    30.0 MiB  float16[3, 10]   aten::mm  lm.h  train.py:41 forward",
+        "    20.0 MiB  optimizer state",
+        "    10.0 MiB  float32[5, 2]    weight",
+        "    10.0 MiB  gradients",
+        "  note: something",
+        "  passes: simulation 0.2 s, numerics 1.5 s",
+    ]
+
+
+def test_quiet_says_only_what_matters() -> None:
+    warned = record(findings=(Finding("improvement", "warn", "VRAM improvement: ..."),))
+    new = record(findings=(Finding("no-baseline", "note", "no VRAM baseline"),), notes=("n",))
+    assert lines(warned, new, verbosity=-1) == ["test_x: VRAM improvement: ..."]
+    assert lines(new, verbosity=-1) == []
+    assert lines(record(), summary=Summary(update="1 recorded"), verbosity=-1) == [
+        "vram baselines: 1 recorded"
+    ]
+
+
+def test_notes_are_told_once() -> None:
+    note = "numbers were not checked: --vram-numerics off"
+    one = record(notes=(note,))
+    two = record(nodeid="tests/test_a.py::test_y", notes=(note, "else"))
+    assert lines(one, two)[-2:] == [f"2 tests: {note}", "test_y: else"]
+
+
+def test_updates_refusals_problems_and_stale_entries() -> None:
+    summary = Summary(
+        update="2 recorded",
+        refusals=["nothing was pruned: filtered by -k"],
+        problems=["vram_baselines/a.yaml: not written"],
+        stale=["a.py::t"],
+        failed=True,
+    )
+    found = report([], summary)
+    assert [(line.mood, line.text) for line in found] == [
+        ("fail", "1 baseline is of tests that are gone: pytest --vram-update=prune removes them"),
+        ("fail", "  a.py::t"),
+        ("ok", "vram baselines: 2 recorded"),
+        ("warn", "vram baselines: nothing was pruned: filtered by -k"),
+        ("fail", "vram baselines: vram_baselines/a.yaml: not written"),
+    ]
