@@ -13,7 +13,7 @@ from pytest_vram.findings import Finding
 from pytest_vram.numerics.cpu_stand_in import CpuStandIn, too_large
 from pytest_vram.numerics.diagnosis import Birth, Diagnosis
 from pytest_vram.numerics.loop import Loop
-from pytest_vram.numerics.nonfinite import FiniteWatch
+from pytest_vram.numerics.nonfinite import FiniteWatch, read_loss
 from pytest_vram.numerics.probes import Probes
 from pytest_vram.numerics.scaler import ScalerHistory, ScalerWatch, judge
 from pytest_vram.numerics.training_checks import TrainingWatch
@@ -40,6 +40,7 @@ class Watch:
         self._wiring = WiringWatch(self._loop, values)
         self._training = TrainingWatch(self._loop, values, self._finite.losses)
         self._probes = Probes((), values, unit_scale=diagnose)
+        self._probes.capture = read_loss if values else None
         self._scaler = ScalerWatch(self._loop, self._probes)
         self._diagnosis = Diagnosis(self._loop.names, self._probes) if diagnose else None
         # The loop first: the others ask it what was known until now.
@@ -113,8 +114,9 @@ class Watch:
     # ---- verdict
 
     def findings(self, budget: Any = None, replay: Watch | None = None) -> tuple[Finding, ...]:
-        """Everything that is wrong, nothing for a healthy pass. ``budget`` is the marker's (``warmup``, ``skipped_steps``
-        and ``trainable`` are read); ``replay`` a finished ``Watch(diagnose=True)``."""
+        """Everything that is wrong, nothing for a healthy pass. ``budget`` is the marker's
+        (``warmup``, ``skipped_steps`` and ``trainable`` are read); ``replay`` a finished
+        ``Watch(diagnose=True)``."""
         birth = replay.first_bad if replay is not None else None
         text = f"first non-finite operator: {birth.text()}" if birth is not None else ""
         warmup = int(getattr(budget, "warmup", 1) or 0)
@@ -170,7 +172,7 @@ class Watch:
                     "fail",
                     f"a constant does not fit its dtype: {refusal}",
                     (),
-                    "float16 ends at 65504: use torch.finfo(dtype).min, or a mask value such as -1e4",
+                    "float16 ends at 65504: use torch.finfo(dtype).min, or a value such as -1e4",
                     {"what": "constant"},
                 )
             )

@@ -1,8 +1,8 @@
 """The CPU in the GPU's place: a test body written for CUDA runs for real where there is no GPU.
 
 Inside :class:`CpuStandIn` the device ``cuda`` means the CPU. Tensors that were sent there say so
-(``x.device``, ``x.is_cuda``), ``torch.cuda`` answers as a machine with one card whose memory figures
-are 0, and ``torch.autocast("cuda")`` casts on the CPU by CUDA's policy
+(``x.device``, ``x.is_cuda``), ``torch.cuda`` answers as a machine with one card whose memory
+figures are 0, and ``torch.autocast("cuda")`` casts on the CPU by CUDA's policy
 (:mod:`pytest_vram.sim.autocast`): layer_norm in fp32, ``binary_cross_entropy`` refused.
 Values are then those of the CPU's kernels in the dtypes of a GPU.
 """
@@ -38,8 +38,8 @@ def too_large(model: nn.Module, steps: int = 4) -> str | None:
     if elements * steps <= LARGEST:
         return None
     return (
-        f"numerics were not checked: {elements:,} parameters x {steps} steps are too much for a CPU "
-        f"run (limit {LARGEST:,}); --vram-numerics cpu runs them all the same"
+        f"numerics were not checked: {elements:,} parameters x {steps} steps are too much for a "
+        f"CPU run (limit {LARGEST:,}); --vram-numerics cpu runs them all the same"
     )
 
 
@@ -64,7 +64,7 @@ class CpuStandIn(TorchFunctionMode):
             _patch_default_device(held, self)
             held.set(nn.Parameter, "__new__", _marking_parameter(nn.Parameter.__new__))
             _patch_autocast(held, self.policy, self._stack)
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
             self._stack.close()
             raise
@@ -76,7 +76,7 @@ class CpuStandIn(TorchFunctionMode):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, tb)
+        super().__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
         self._stack.close()
 
     def __torch_function__(
@@ -249,7 +249,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,
     Tensor.cpu: _cpu,
-    Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+    Tensor.device.__get__: _device,
     Tensor.is_cuda.__get__: _tensor_is_cuda,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: _tensor_is_cpu,  # type: ignore[attr-defined]
     Tensor.get_device: _get_device,
@@ -261,7 +261,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     Tensor.shape.__get__: _plain,  # type: ignore[attr-defined]
     Tensor.dtype.__get__: _plain,  # type: ignore[attr-defined]
     Tensor.requires_grad.__get__: _plain,  # type: ignore[attr-defined]
-    Tensor.grad_fn.__get__: _plain,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: _plain,  # type: ignore[union-attr]
     Tensor.size: _plain,
     Tensor.dim: _plain,
     Tensor.item: _plain,

@@ -74,11 +74,11 @@ class _Forward:
     made: str = ""
 
 
-class Diagnosis(TorchDispatchMode):
+class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager; ``births`` in the order in which they happened."""
 
     def __init__(self, names: NameBook, probes: Probes) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._probes = names, probes
         self._modules: list[str] = []
         self._nodes: dict[int, _Forward] = {}
@@ -95,7 +95,7 @@ class Diagnosis(TorchDispatchMode):
             module_hooks.register_module_forward_pre_hook(self._enter_module),
             module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -104,7 +104,7 @@ class Diagnosis(TorchDispatchMode):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, tb)
+        super().__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
 

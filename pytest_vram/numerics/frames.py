@@ -33,7 +33,7 @@ def _kind(filename: str) -> str:
 
 
 def shown(filename: str, line: int, function: str) -> str:
-    """``train/loss.py:41 compute_loss``, relative to the working directory where that is shorter."""
+    """``train/loss.py:41 compute_loss``, relative to the working directory where it is inside."""
     with contextlib.suppress(ValueError):
         filename = str(Path(filename).relative_to(Path.cwd()))
     return f"{filename}:{line} {function}"

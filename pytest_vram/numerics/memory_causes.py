@@ -360,7 +360,7 @@ def fragmentation(lives: Lives) -> list[Finding]:
             *_growing_requests(lives),
             hint=f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {saved}"
             if better < lives.peak_reserved * 0.9
-            else "pad to a few fixed lengths, the largest first, or call empty_cache() between them",
+            else "pad to a few fixed lengths, the largest first, or empty_cache() between them",
             reserved=lives.peak_reserved,
             allocated=lives.peak,
             expandable=better,

@@ -89,8 +89,8 @@ def logits_in_fp32(lives: Lives, observed: Observed) -> list[Finding]:
             size // 2,
             *(f"{format_bytes(life.block)} {life.operator} ({life.bill})" for life in wide[:5]),
             hint="compute the loss from the low-precision logits, in chunks, or with a fused "
-            f"linear cross-entropy; without the cast the same tensors take {format_bytes(size // 2)}"
-            f", saves {format_bytes(size - size // 2)}",
+            "linear cross-entropy; without the cast the same tensors take "
+            f"{format_bytes(size // 2)}, saves {format_bytes(size - size // 2)}",
         )
     ]
 
@@ -121,8 +121,8 @@ def layout_copies(lives: Lives, observed: Observed) -> list[Finding]:
     copy, original = copies[0], originals[0]
     return [
         _note(
-            f"{len(copies)} copies made by aten::clone (.contiguous()) hold {format_bytes(size)} at "
-            f"the peak while their originals are alive: {in_words(copy.dtype, copy.shape)} of "
+            f"{len(copies)} copies made by aten::clone (.contiguous()) hold {format_bytes(size)} "
+            f"at the peak while their originals are alive: {in_words(copy.dtype, copy.shape)} of "
             f"{in_words(original.dtype, original.shape)} at {copy.frame}",
             size,
             *(f"original: {life.operator} at {life.frame}" for life in originals[:4]),
@@ -191,8 +191,8 @@ def masks_of_maximum_length(lives: Lives, observed: Observed) -> list[Finding]:
                 f"{life.operator} at {life.frame}"
                 for life in [*made, *buffers][:5]
             ),
-            hint="build the mask for the batch's length, or slice it before converting; saves up to "
-            f"{format_bytes(size)}",
+            hint="build the mask for the batch's length, or slice it before converting; saves up "
+            f"to {format_bytes(size)}",
         )
     ]
 
@@ -255,8 +255,8 @@ def promotion(lives: Lives, observed: Observed) -> list[Finding]:
     return [
         _note(
             f"activations in float32: {share:.0f} % ({format_bytes(wide)} of "
-            f"{format_bytes(sum(by_dtype.values()))}) under mixed precision; the first that widened "
-            f"is {first.operator} in module {first.module or '(none)'} at {first.frame}",
+            f"{format_bytes(sum(by_dtype.values()))}) under mixed precision; the first that "
+            f"widened is {first.operator} in module {first.module or '(none)'} at {first.frame}",
             wide // 2,
             *details,
             hint="norms and losses return float32 under autocast and what follows stays so: cast "
@@ -308,7 +308,8 @@ def foreach_temporaries(lives: Lives, observed: Observed) -> list[Finding]:
     return [
         _note(
             f"optimizer temporaries: {format_bytes(size)}{factor} at the peak, which is in the "
-            f"{lives.peak_phase.name} phase (step {lives.peak_phase.step}): {name} runs its foreach implementation ({operators})",
+            f"{lives.peak_phase.name} phase (step {lives.peak_phase.step}): {name} runs its "
+            f"foreach implementation ({operators})",
             size,
             hint=f"{name}(..., fused=True) or foreach=False; saves {format_bytes(size)}",
         )

@@ -142,7 +142,7 @@ class MemoryWatch(Listener):
             self.observed.compiled.append(user_line())
             return compile_(*args, **kwargs)
 
-        torch.compile = noted  # type: ignore[assignment]
+        torch.compile = noted
         self._stack.callback(setattr, torch, "compile", compile_)
 
     # ---- repetitions

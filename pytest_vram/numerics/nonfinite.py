@@ -1,9 +1,9 @@
 """NaN and inf: in the loss, in the gradients before the step, in the parameters after it.
 
 The watch itself allocates nothing on a GPU. Finite checks use the fused kernel that GradScaler uses
-(``_amp_foreach_non_finite_check_and_unscale_`` with a factor of exactly 1, which leaves every bit as
-it is) with two scalars that were made before the recorded window; losses are copied to pinned host
-memory without waiting and read once the optimizer's step has waited anyway.
+(``_amp_foreach_non_finite_check_and_unscale_`` with a factor of exactly 1, which leaves every bit
+as it is) with two scalars that were made before the recorded window; losses are copied to pinned
+host memory without waiting and read once the optimizer's step has waited anyway.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FiniteCheck:
         self._scalars: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def prepare(self) -> None:
-        """Make the scalars now: inside the recorded window they would be a kilobyte of the test's."""
-        if torch.backends.cuda.is_built() and torch.cuda.is_available():
+        """Make the scalars now: in the recorded window they would be a kilobyte of the test's."""
+        if torch.version.cuda is not None and torch.cuda.is_available():
             # In the CPU stand-in torch.cuda only pretends, and there is nothing to prepare.
             with contextlib.suppress(RuntimeError, AssertionError):
                 self._on(torch.device("cuda", torch.cuda.current_device()))
@@ -108,18 +108,30 @@ def describe_bad(tensor: Tensor) -> str:
 class LossValue:
     """A loss that backward started from. ``value`` is NaN until the copy has arrived."""
 
-    step: int
-    line: str
     dtype: str
-    updates: int  #: optimizer updates applied before it
     value: float = math.nan
     pending: Tensor | None = None
-    factor: float = 1.0
+    step: int = 0
+    line: str = ""
+    updates: int = 0  #: optimizer updates applied before it
 
     def resolve(self) -> None:
         if self.pending is not None:
-            self.value = float(self.pending) / self.factor
+            self.value = float(self.pending)
             self.pending = None
+
+
+def read_loss(tensor: Tensor) -> LossValue | None:
+    """The value of a scalar. From a GPU it is copied to pinned memory, without waiting for it."""
+    if tensor.numel() != 1 or not tensor.dtype.is_floating_point:
+        return None
+    note = LossValue(dtype_name(tensor.dtype))
+    if tensor.device.type == "cuda":
+        note.pending = torch.empty((), dtype=tensor.dtype, pin_memory=True)
+        note.pending.copy_(tensor.detach().reshape(()), non_blocking=True)
+    else:
+        note.value = float(tensor.detach())
+    return note
 
 
 class FiniteWatch(Listener):
@@ -169,28 +181,16 @@ class FiniteWatch(Listener):
         self.found.pop("output", None)  # the loss decides: -inf outputs may be masked
         if not self._values:
             return
-        for loss, root in zip(call.losses, call.roots, strict=True):
-            tensor, factor = (root, call.scale) if loss is None else (loss, 1.0)
-            if tensor.numel() == 1 and tensor.dtype.is_floating_point:
-                self._note_loss(call, tensor, factor)
+        for captured, root in zip(call.captured, call.roots, strict=True):
+            note = captured if captured is not None else read_loss(root)
+            if note is not None:
+                note.step, note.line = self._loop.backward_step(), call.line
+                note.updates = self._updates
+                self.losses.append(note)
+                if note.pending is None:
+                    self._judge_loss(note)
         if not self._loop.parameters():
             self._leaves = _leaves_of(call.roots)
-
-    def _note_loss(self, call: Backward, tensor: Tensor, factor: float) -> None:
-        note = LossValue(
-            self._loop.backward_step(),
-            call.line,
-            dtype_name(tensor.dtype),
-            self._updates,
-            factor=factor,
-        )
-        if tensor.device.type == "cuda":
-            note.pending = torch.empty((), dtype=tensor.dtype, pin_memory=True)
-            note.pending.copy_(tensor.detach().reshape(()), non_blocking=True)
-        else:
-            note.value = float(tensor.detach()) / factor
-            self._judge_loss(note)
-        self.losses.append(note)
 
     def _judge_loss(self, note: LossValue) -> None:
         if math.isfinite(note.value) or "loss" in self.found:
@@ -244,13 +244,13 @@ class FiniteWatch(Listener):
         assert first.grad is not None
         names = self._loop.names.names(bad)
         last = self.losses[-1].value if self.losses else math.nan
+        step = self._loop.step if self._loop.optimizers else self._loop.backward_step()
         loss = f"loss is finite ({last:.4g}) but " if math.isfinite(last) else ""
         self.found["gradients"] = Finding(
             "non-finite",
             "fail",
-            f"{loss}the gradient of {listed(names)} is not finite at step "
-            f"{max(1, self._loop.backward_step() if not self._loop.optimizers else self._loop.step)}"
-            f" ({len(bad)} of {len(with_gradient)} parameters; {dtype_name(first.dtype)}, "
+            f"{loss}the gradient of {listed(names)} is not finite at step {step} "
+            f"({len(bad)} of {len(with_gradient)} parameters; {dtype_name(first.dtype)}, "
             f"{describe_bad(first.grad)})",
             (f"seen at {line}",),
             "a derivative is infinite where its function is finite: sqrt, norm or log near 0, "

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -36,8 +35,8 @@ class Backward:
 
     roots: tuple[Tensor, ...]
     line: str
-    #: The loss before scaling, and the scaler with its scale, for each root that was scaled.
-    losses: tuple[Tensor | None, ...] = ()  #: None: the loop dropped the unscaled loss already
+    #: What ``Probes.capture`` made of the unscaled loss behind each root; None: it was not scaled.
+    captured: tuple[Any, ...] = ()
     scaler: Any = None
     scale: float = 1.0
     inside_step: bool = False  #: started by an optimizer's closure
@@ -126,13 +125,12 @@ _SCALER_METHODS = ("scale", "unscale_", "step", "update", "load_state_dict")
 
 
 class _Scaled:
-    """What ``scaler.scale`` was given and returned; keeps neither alive."""
+    """One call of ``scaler.scale``; keeps neither what it was given nor what it returned alive."""
 
-    __slots__ = ("loss", "node", "result", "scale", "scaler")
+    __slots__ = ("captured", "node", "scale", "scaler")
 
-    def __init__(self, scaler: Any, scale: float, loss: Tensor, result: Tensor) -> None:
-        self.scaler, self.scale = scaler, scale
-        self.loss, self.result = weakref.ref(loss), weakref.ref(result)
+    def __init__(self, scaler: Any, scale: float, result: Tensor, captured: Any) -> None:
+        self.scaler, self.scale, self.captured = scaler, scale, captured
         self.node = result.grad_fn._sequence_nr() if result.grad_fn is not None else -1
 
 
@@ -146,6 +144,8 @@ class Probes:
     #: Scale every loss by 1, to see gradients as they are: a diagnostic replay.
     unit_scale: bool = False
     scales: dict[int, float] = field(default_factory=dict)
+    #: Reads a loss before it is scaled, without keeping it: afterwards it may be inf.
+    capture: Callable[[Tensor], Any] | None = None
     telling: bool = False  #: listeners are at work: operators that run now are theirs
 
     def __post_init__(self) -> None:
@@ -287,14 +287,14 @@ class Probes:
     def _backward(self, roots: Any) -> Backward:
         tensors = tuple(root for root in roots if isinstance(root, Tensor))
         call = Backward(tensors, user_line(), inside_step=bool(self._updates))
-        losses = []
+        captured = []
         for root in tensors:
             scaled = self._scaled_form(root)
             if scaled is not None:
                 call.scaler, call.scale = scaled.scaler, scaled.scale
                 self._scaled.remove(scaled)
-            losses.append(scaled.loss() if scaled is not None else root)
-        call.losses = tuple(losses)
+            captured.append(scaled.captured if scaled is not None else None)
+        call.captured = tuple(captured)
         return call
 
     def _scaled_form(self, root: Tensor) -> _Scaled | None:
@@ -364,7 +364,8 @@ class Probes:
             if kind in ("update", "load_state_dict"):
                 self.scales.pop(id(scaler), None)
             if kind == "scale" and call.error is None:
-                self._remember_scaled(scaler, call.scale_before, optimizer or args, result)
+                given = args[0] if args else kwargs.get("outputs")
+                self._remember_scaled(scaler, call.scale_before, given, result)
             if update is not None:
                 update.applied = call.error is None and not self.found_inf(scaler, optimizer)
                 self._tell("update_ends", update)
@@ -389,8 +390,19 @@ class Probes:
         )
         for loss, scaled in pairs:
             if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
-                self._scaled.append(_Scaled(scaler, scale, loss, scaled))
+                captured = self._captured(loss)
+                self._scaled.append(_Scaled(scaler, scale, scaled, captured))
         del self._scaled[:-8]
+
+    def _captured(self, loss: Tensor) -> Any:
+        if self.capture is None:
+            return None
+        self.telling = True
+        try:
+            with torch._C.DisableTorchFunction():
+                return self.capture(loss)
+        finally:
+            self.telling = False
 
     # ---- optimizers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from pytest_vram.findings import Finding, Severity
@@ -193,7 +194,7 @@ def normal_skips(steps: Sequence[ScalerStep], warmup: int) -> set[int]:
         if not step.found_inf:
             break
         normal.add(step.step)
-    for previous, step in zip(steps, steps[1:], strict=False):
+    for previous, step in pairwise(steps):
         if previous.grew and step.found_inf:
             normal.add(step.step)
     return normal
@@ -249,8 +250,8 @@ def _collapse(
         details.append(first_bad)
     if finite_at_one is True:
         hint = (
-            "the scaled gradients exceed fp16's 65504: compute the loss in fp32, average it instead "
-            "of summing it, or use bf16"
+            "the scaled gradients exceed fp16's 65504: compute the loss in fp32, average it "
+            "instead of summing it, or use bf16"
         )
     else:
         hint = (

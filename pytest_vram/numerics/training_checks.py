@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -328,8 +329,9 @@ class TrainingWatch(Listener):
             Finding(
                 "untrained",
                 "fail",
-                f"after {sample.updates} updates {share} of the elements of {name} are bit-identical"
-                f" although their gradients are not zero: {parameter_dtype} updates round to nothing"
+                f"after {sample.updates} updates {share} of the elements of {name} are "
+                f"bit-identical although their gradients are not zero: {parameter_dtype} updates "
+                "round to nothing"
                 + (f" ({len(names)} parameters: {listed(names)})" if len(names) > 1 else ""),
                 details,
                 "keep fp32 parameters and use autocast, or fp32 master weights"
@@ -352,7 +354,7 @@ class TrainingWatch(Listener):
                 f"{100 * self.moved:.3g} %",
                 (f"steps {run[0].step} to {run[-1].step}",),
                 "the forward does not see the updated parameters: a stale autocast cache (a region "
-                "open across steps), cached casts or outputs, or an optimizer on a copy of the model",
+                "open across steps), cached casts or outputs, or an optimizer on a copy of it",
                 {"loss": run[0].value, "moved": self.moved},
             )
         ]
@@ -420,7 +422,7 @@ def repeated_loss(losses: Sequence[LossValue]) -> list[LossValue] | None:
     """The losses of one line, if they are the same to the bit across at least two updates."""
     for line in dict.fromkeys(note.line for note in losses):
         mine = [n for n in losses if n.line == line and n.dtype in ("float32", "float64")]
-        across = [a for a, b in zip(mine, mine[1:], strict=False) if b.updates > a.updates]
+        across = [a for a, b in pairwise(mine) if b.updates > a.updates]
         if len(across) < 2 or mine[0].value == 0.0 or not math.isfinite(mine[0].value):
             continue
         if len({note.value for note in mine}) == 1:

@@ -55,14 +55,16 @@ class WiringWatch(Listener):
             seen.updated_at = call.line
         elif call.kind == "load_state_dict":
             seen.loaded = True
-        if call.kind in ("unscale_", "step") and call.error is None:
-            self._lost_scaler_state(call, seen)
 
     def update_begins(self, update: Update) -> None:
         if update.scaler is not None:
             if id(update.optimizer) not in self._scaler(update.scaler).unscaled:
                 self._scale_changed(update.optimizer, update.scaler, update.line)
-            self._dtypes(ScalerCall("step", update.scaler, update.line, update.optimizer))
+            call = ScalerCall("step", update.scaler, update.line, update.optimizer)
+            self._dtypes(call)
+            self._lost_scaler_state(call, self._scaler(update.scaler))
+            if update.closure:
+                self._closure(update.line, self._loop.describe(update.optimizer))
         else:
             self._beside_the_scaler(update)
         self._undivided_loss(update)
@@ -85,8 +87,8 @@ class WiringWatch(Listener):
             self._add(
                 "unscale after step",
                 f"unscale_() at {call.line} comes after scaler.step() at {at} for {name}",
-                hint="the order is backward, unscale_, clip, step, update: is scaler.update() missing "
-                "at the end of the step before?",
+                hint="the order is backward, unscale_, clip, step, update: is scaler.update() "
+                "missing at the end of the step before?",
             )
         elif "step() has already been called" in message:
             first = seen.stepped.get(id(call.optimizer), "an earlier line")
@@ -103,8 +105,8 @@ class WiringWatch(Listener):
                 "update without step",
                 f"scaler.update() at {call.line} had nothing to go by: no optimizer was stepped or "
                 "unscaled through the scaler since the last update",
-                hint="call scaler.step(optimizer) before, and update() once per optimizer step, not "
-                "per micro-batch",
+                hint="call scaler.step(optimizer) before, and update() once per optimizer step, "
+                "not per micro-batch",
             )
         elif "Closure use is not currently supported" in message:
             self._closure(call.line, name)
@@ -163,8 +165,8 @@ class WiringWatch(Listener):
                 hint="GradScaler needs float32 trainable parameters: cast these with .float() "
                 "(frozen ones may stay as they are)"
                 if dtype != "bfloat16"
-                else "bfloat16 has fp32's range and needs no loss scaling: drop the scaler, or keep "
-                "float32 parameters and use autocast",
+                else "bfloat16 has fp32's range and needs no loss scaling: drop the scaler, or "
+                "keep float32 parameters and use autocast",
                 severity="fail" if refused else "warn",
                 parameters=[self._loop.names.name(p) for p in members],
             )
@@ -221,8 +223,8 @@ class WiringWatch(Listener):
         self._add(
             "scaler state",
             f"{self._loop.describe(call.optimizer)} resumes from a saved state (loaded at "
-            f"{record.loaded_at}), but its GradScaler starts anew at scale {call.scale_before:g}: "
-            "extra skipped steps after each resume",
+            f"{record.loaded_at}), but its GradScaler starts anew at scale "
+            f"{call.scaler._init_scale:g}: extra skipped steps after each resume",
             hint="save scaler.state_dict() with the checkpoint and load it: "
             "scaler.load_state_dict(checkpoint['scaler'])",
         )
@@ -242,7 +244,7 @@ class WiringWatch(Listener):
                 "scaled step",
                 f"optimizer.step() at {update.line} uses gradients that are still multiplied by "
                 f"the loss scale {scaled[0].scale:g} ({self._loop.describe(optimizer)})",
-                hint="replace it with scaler.step(optimizer); it unscales, checks for inf and skips",
+                hint="replace it with scaler.step(optimizer), which unscales and checks for inf",
                 scale=scaled[0].scale,
             )
         elif through and states and all(state.applied for state in states):
@@ -295,6 +297,7 @@ class WiringWatch(Listener):
         if not scaled:
             return
         scale = scaled[0][1].scale
+        what = "a norm" if clip.function == "clip_grad_norm_" else "a value"
         details = []
         if self._values and clip.norm is not None and clip.function == "clip_grad_norm_":
             norm = float(clip.norm)
@@ -305,9 +308,7 @@ class WiringWatch(Listener):
         self._add(
             "clip scaled",
             f"gradients were clipped while scaled by {scale:g}: {clip.function} at {clip.line} "
-            f"compares a norm that is {scale:g} times too large"
-            if clip.function == "clip_grad_norm_"
-            else f"gradients were clipped while scaled by {scale:g}: {clip.function} at {clip.line}",
+            f"compares {what} that is {scale:g} times too large",
             *details,
             hint="call scaler.unscale_(optimizer) before clipping",
             scale=scale,
@@ -316,10 +317,9 @@ class WiringWatch(Listener):
     def backward_begins(self, call: Backward) -> None:
         if call.inside_step and call.scaler is not None:
             self._closure(call.line, "an optimizer")
-        loss = next((loss for loss in call.losses if loss is not None), None)
-        node = loss.grad_fn if loss is not None else None
-        if call.scaler is not None and node is None and call.roots:
-            node = _below_scaling(call.roots[0])
+        node = call.roots[0].grad_fn if call.roots else None
+        if call.scaler is not None:
+            node = _below_scaling(node)
         self._micro.append((call.line, _reduction(node)))
 
     def backward_ends(self, call: Backward) -> None:
@@ -391,9 +391,9 @@ class WiringWatch(Listener):
         if not torch.is_autocast_enabled(device) or not torch.is_autocast_cache_enabled():
             return
         dtype = torch.get_autocast_dtype(device)
-        if any(p.dtype is torch.float32 for p in optimizer_parameters(update.optimizer)):
-            if dtype is not torch.float32:
-                self._autocast_step = update.line
+        parameters = optimizer_parameters(update.optimizer)
+        if dtype is not torch.float32 and any(p.dtype is torch.float32 for p in parameters):
+            self._autocast_step = update.line
 
     def forward_begins(self, module: nn.Module) -> None:
         if self._autocast_step and torch.is_grad_enabled():
@@ -486,9 +486,8 @@ def _reduction(node: Any) -> str:
     return ""
 
 
-def _below_scaling(root: Tensor) -> Any:
-    """The node under the scaler's multiplication, when the loop dropped the loss itself."""
-    node = root.grad_fn
+def _below_scaling(node: Any) -> Any:
+    """The node under the scaler's multiplication: the loss itself."""
     if node is not None and node.name().startswith("MulBackward"):
         return node.next_functions[0][0]
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def healthy(
 
 def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.GELU()]
     return nn.Sequential(*layers[:-1]).cuda()
 

@@ -58,7 +58,7 @@ def _once(body: Callable[[], object], watch: Watch) -> tuple[Watch, BaseExceptio
     with CpuStandIn(), watch:
         try:
             body()
-        except Exception as raised:  # noqa: BLE001 - what the loop raises is its own affair
+        except Exception as raised:  # what the loop raises is its own affair
             error = raised
     return watch, error
 
