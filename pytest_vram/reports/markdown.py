@@ -133,15 +133,22 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _has_details(record: TestRecord) -> bool:
-    return figures.mood(record) != "ok" or any(
-        found.kind != "no-baseline" for found in record.findings
-    )
+    return figures.mood(record) != "ok" or bool(_said(record))
+
+
+def _said(record: TestRecord) -> list[str]:
+    """Its findings in full. That there is no baseline yet is no news, unless it is why it failed."""
+    return [
+        found.text()
+        for found in record.findings
+        if found.kind != "no-baseline" or found.severity == "fail"
+    ]
 
 
 def _details(record: TestRecord) -> list[str]:
     opened = " open" if figures.mood(record) == "fail" else ""
     name = html.escape(plain(record.nodeid))
-    said = [found.text() for found in record.findings]
+    said = _said(record)
     if not said and record.outcome == "failed":
         said = ["the test itself failed; its memory was within bounds"]
     return [
