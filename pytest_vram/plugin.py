@@ -343,7 +343,8 @@ class Plugin:
             self.report = with_extra(self.report, answers)
         except Exception as error:
             summary.unwritten.append(f"pytest_vram_report: {type(error).__name__}: {error}")
-        summary.unwritten += publish(self.report, self.settings)
+        summary.written, problems = publish(self.report, self.settings)
+        summary.unwritten += problems
         summary.failed = summary.failed or bool(summary.unwritten)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -359,9 +360,8 @@ class Plugin:
             width=width,
             verbosity=self.config.get_verbosity(),
         )
-        if not lines:
-            return
-        writer.section("vram")
+        if lines:
+            writer.section("vram")
         moods = {"ok": {"green": True}, "warn": {"yellow": True}, "fail": {"red": True}}
         for line in lines:
             writer.write_line(line.text, **moods.get(line.mood, {}))

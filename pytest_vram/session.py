@@ -50,6 +50,7 @@ class Summary:
     refusals: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)  #: files of reports
     unwritten: list[str] = field(default_factory=list)  #: reports that could not be made
     failed: bool = False
 

@@ -1,4 +1,4 @@
-"""The files of ``--vram-report``: which format a name means, and writing them whole or not at all."""
+"""The files of ``--vram-report``: which format a name means, and writing whole files or none."""
 
 from __future__ import annotations
 
@@ -84,9 +84,10 @@ def obstacle(path: Path, *, directory: bool = False) -> str:
     return ""
 
 
-def write_reports(report: Report, paths: Sequence[Path]) -> list[str]:
-    """Write every file; returns what went wrong, one line each. One failure spares the others."""
-    problems = []
+def write_reports(report: Report, paths: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """Write every file; returns those written, and what went wrong. One failure spares the
+    others."""
+    written, problems = [], []
     for path in paths:
         writer = writer_of(path)
         assert writer is not None
@@ -94,7 +95,17 @@ def write_reports(report: Report, paths: Sequence[Path]) -> list[str]:
             write_text(path, writer(report))
         except OSError as error:
             problems.append(f"{path} was not written: {error.strerror or error}")
-    return problems
+        else:
+            written.append(_shown(path))
+    return written, problems
+
+
+def _shown(path: Path) -> str:
+    """As short as it is clear: relative where it lies below the current directory."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -45,9 +45,9 @@ def with_extra(report: Report, answers: Iterable[Mapping[str, Any] | None]) -> R
     return replace(report, extra=extra)
 
 
-def publish(report: Report, settings: Settings) -> list[str]:
-    """Write every file that was asked for; returns what went wrong."""
-    problems = write_reports(report, settings.reports)
+def publish(report: Report, settings: Settings) -> tuple[list[str], list[str]]:
+    """Write every file that was asked for; returns those written, and what went wrong."""
+    written, problems = write_reports(report, settings.reports)
     if github.running() and (problem := github.write_summary(report)):
         problems.append(problem)
-    return problems
+    return written, problems

@@ -38,7 +38,7 @@ def report(
         for record in records:
             lines += [Line(""), *(Line(text) for text in ledger(record))]
     lines += remarks(records, verbosity)
-    lines += _updates(summary)
+    lines += _updates(summary, verbosity)
     return lines
 
 
@@ -233,7 +233,7 @@ def _grouped_notes(records: Sequence[TestRecord]) -> list[Line]:
     return lines
 
 
-def _updates(summary: Summary) -> list[Line]:
+def _updates(summary: Summary, verbosity: int) -> list[Line]:
     lines = []
     if summary.stale:
         count = len(summary.stale)
@@ -248,4 +248,6 @@ def _updates(summary: Summary) -> list[Line]:
     lines += [Line(f"vram baselines: {refusal}", "warn") for refusal in summary.refusals]
     lines += [Line(f"vram baselines: {problem}", "fail") for problem in summary.problems]
     lines += [Line(f"vram report: {problem}", "fail") for problem in summary.unwritten]
+    if verbosity >= 0:
+        lines += [Line(f"vram report: {path}") for path in summary.written]
     return lines
