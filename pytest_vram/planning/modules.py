@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_vram.planning.configs import from_config
 from pytest_vram.planning.shapes import Activation, ModelShape, PlanError, Role, Tower, Weight
+from pytest_vram.planning.states import LORA_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,27 +71,39 @@ def from_module(module: nn.Module) -> ModelShape:
 
 
 def _counted(module: nn.Module) -> Iterator[Weight]:
-    """Every parameter tensor, tied ones once, with the job that its owner's class gives it."""
-    import torch
+    """Every parameter tensor, tied ones once, with the job that its owner's class gives it.
 
+    Adapters that peft has put in are left out: they are asked for as LoRA.
+    """
     seen: set[int] = set()
     for path, owner in module.named_modules():
         for name, tensor in owner.named_parameters(recurse=False):
-            if id(tensor) in seen:
+            if id(tensor) in seen or "lora_" in path:
                 continue
             seen.add(id(tensor))
-            full = f"{path}.{name}" if path else name
-            role: Role = "other"
-            if isinstance(owner, torch.nn.Embedding):
-                role = "embedding"
-            elif tensor.dim() < 2:
-                role = "norm" if "norm" in type(owner).__name__.lower() else "bias"
-            elif any(part.isdigit() for part in path.split(".")):
-                role = "matrix"
-            elif "head" in path.lower():
-                role = "head"
-            inner = any(part.isdigit() for part in path.split("."))
-            yield Weight(f"layers.{full}" if inner else full, tuple(tensor.shape), role)
+            yield _weight(path.replace(".base_layer", ""), name, owner, tensor)
+
+
+def _weight(path: str, name: str, owner: nn.Module, tensor: Any) -> Weight:
+    import torch
+
+    shape = tuple(tensor.shape)
+    inner = any(part.isdigit() for part in path.split("."))
+    role: Role = "other"
+    if isinstance(owner, torch.nn.Embedding):
+        role = "embedding"
+    elif len(shape) < 2:
+        role = "norm" if "norm" in type(owner).__name__.lower() else "bias"
+    elif inner:
+        role = "matrix"
+        path = ".".join(LORA_NAMES.get(part, part) for part in path.split("."))
+        if type(owner).__name__ == "Conv1D":  # transformers keeps these as (in, out)
+            shape = shape[::-1]
+    elif "head" in path.lower():
+        role = "head"
+    full = path if role == "matrix" and name == "weight" else f"{path}.{name}".lstrip(".")
+    frozen = not tensor.requires_grad
+    return Weight(f"layers.{full}" if inner else full, shape, role, frozen=frozen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,8 @@ class _Rank:
 
     @property
     def trained(self) -> list[Weight]:
-        return self.added if self.setup.lora else self.base
+        """What the optimizer updates."""
+        return self.added if self.setup.lora else [w for w in self.base if not w.frozen]
 
     def base_element(self, weight: Weight) -> float:
         """Bytes per element of a base weight: quantisation takes the layers' matrices only."""
@@ -321,7 +322,11 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
     bills["temporary"] = _step_temporaries(rank)
     moments = _moments(rank, static, flow)
     parameters = int(sum(weight.total for weight in setup.shape.weights()))
-    trained = setup.lora.weights(setup.shape.weights()) if setup.lora else setup.shape.weights()
+    own = [weight for weight in setup.shape.weights() if not weight.frozen]
+    trained = setup.lora.weights(setup.shape.weights()) if setup.lora else own
+    notes = list(setup.shape.notes)
+    if not setup.lora and sum(weight.total for weight in own) < parameters:
+        notes.append("frozen layers: activations are planned as if every layer were trained")
     plan = Plan(
         setup=setup,
         bills=bills,
@@ -329,7 +334,7 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
         assumptions=(),
         parameters=parameters,
         trainable=sum(weight.total for weight in trained),
-        notes=setup.shape.notes,
+        notes=tuple(notes),
     )
     return _with_assumptions(plan)
 

@@ -44,6 +44,7 @@ class Weight:
     role: Role
     count: int = 1
     cut: Cut = ""
+    frozen: bool = False  #: no gradient, no state
 
     @property
     def numel(self) -> int:
