@@ -175,11 +175,14 @@ def uses_cudnn(conv: Convolution, card: Card) -> bool:
 
 def _cudnn_depthwise(conv: Convolution, card: Card) -> bool:
     """``use_cudnn_depthwise``: channels last always; otherwise half, square, undilated, from 32
-    channels on, and only where it was found faster (``check_cudnn_depthwise_workload_with_filter``).
-    """
+    channels on, and only where it was found faster
+    (``check_cudnn_depthwise_workload_with_filter``)."""
+    formatted = cudnn_channels_last(conv.input, conv.weight, conv.dtype)
+    if formatted and card.torch >= (2, 14) and conv.dtype == torch.bfloat16:
+        return torch.backends.cudnn.enabled  # on cards before sm80 as well, unlike 2.6
     if not uses_cudnn(conv, card):
         return False
-    if cudnn_channels_last(conv.input, conv.weight, conv.dtype):
+    if formatted:
         return True
     if max(prod(conv.input.shape), prod(conv.weight.shape)) > _INT_MAX:
         return True
@@ -618,10 +621,10 @@ def convolution_backward(
     elif kind == "depthwise3d":
         yield from _depthwise3d_backward(conv, grad, wanted, card)
     else:
-        for name in ("input", "weight"):
-            plain, steps = copies.of(getattr(conv, name), False, name, f"contiguous {name}")
-            yield from steps
-            conv = replace(conv, **{name: plain})
+        plain, steps = copies.of(conv.input, False, "input", "contiguous input")
+        weights, more = copies.of(conv.weight, False, "weight", "contiguous weight")
+        yield from (*steps, *more)
+        conv = replace(conv, input=plain, weight=weights)
         if conv.groups == 1:
             yield from _NATIVE_BACKWARD[kind](conv, grad, _Results(wanted), card)
         else:
