@@ -79,7 +79,8 @@ class Tolerance:
 
     def allowed(self, reference: int) -> int:
         """The largest change of ``reference`` that is still inside, bytes."""
-        return max(math.floor(self.share * reference), self.floor)
+        share = self.share
+        return max(share.numerator * reference // share.denominator, self.floor)
 
     def exceeded(self, change: int, reference: int) -> bool:
         return abs(change) > self.allowed(reference)
