@@ -76,7 +76,7 @@ def state(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def events(call: list[Any], device: Card) -> list[list[Any]] | None:
-    """What the rule says, in the recording's words; ``None`` where this torch lacks the operator."""
+    """What the rule says, in the words of the recording; ``None`` if torch has no such operator."""
     operator, arguments, settings, results, _ = call
     func = overload(operator)
     if func is None:

@@ -20,7 +20,9 @@ def test_every_recorded_call_is_reproduced_event_by_event() -> None:
     assert differences("attention") == []
 
 
-@pytest.mark.parametrize("run", runs("attention_choice"), ids=lambda r: f"{r['device']}-{r['torch']}")
+@pytest.mark.parametrize(
+    "run", runs("attention_choice"), ids=lambda r: f"{r['device']}-{r['torch']}"
+)
 def test_every_recorded_choice(run: dict[str, Any]) -> None:
     device = card(run)
     for call in run["calls"]:
@@ -66,7 +68,9 @@ def test_the_reasons_say_why_attention_fell_back_to_math() -> None:
 def test_hopper_prefers_cudnn_from_the_wheels_that_bring_a_recent_one() -> None:
     query = half(2, 4, 128, 64)
     chosen = {
-        version: choose(query, query, query, card=on("h100-80gb", version), enabled=Switches()).backend
+        version: choose(
+            query, query, query, card=on("h100-80gb", version), enabled=Switches()
+        ).backend
         for version in ((2, 6), (2, 8), (2, 9), (2, 10), (2, 11), (2, 14))
     }
     assert chosen == {
@@ -78,7 +82,7 @@ def test_hopper_prefers_cudnn_from_the_wheels_that_bring_a_recent_one() -> None:
 def test_nothing_left_to_run_is_an_error_that_lists_the_reasons() -> None:
     query = half(2, 4, 128, 64)
     off = Switches(flash=False, efficient=False, cudnn=False, math=False)
-    with pytest.raises(RuntimeError, match="No available kernel.*flash: turned off"):
+    with pytest.raises(RuntimeError, match=r"No available kernel.*flash: turned off"):
         choose(query, query, query, card=on("t4"), enabled=off)
 
 

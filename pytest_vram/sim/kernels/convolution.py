@@ -29,7 +29,6 @@ Implementation = Literal[
 ]  # fmt: skip
 
 _INT_MAX = 2**31 - 1
-_MASK_ALL = (True, True, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +220,6 @@ def select(conv: Convolution, card: Card) -> Implementation:
     if dims == 3:
         return "dilated3d"  # undilated ones as well: the other kernel is the CPU's
     return "dilated2d" if conv.dilated else "slow2d"
-
-
-def result_channels_last(conv: Convolution, card: Card) -> bool:
-    """Memory format of output and gradients (``determine_backend_memory_format``): only cuDNN
-    keeps channels last."""
-    cudnn = select(conv, card) in ("cudnn", "cudnn_transpose")
-    return cudnn and cudnn_channels_last(conv.input, conv.weight, conv.dtype)
 
 
 # ---------------------------------------------------------------------------------------- copies
@@ -630,3 +622,120 @@ def convolution_backward(
         else:
             yield from _native_groups_backward(conv, kind, grad, wanted, card)
     yield from copies.end()
+
+
+# ----------------------------------------------------------------------------- layout of results
+
+
+def result_strides(
+    func: Any, args: Sequence[Any], card: Card
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Strides of the results of ``aten::convolution`` or ``aten::convolution_backward``, which
+    only a CUDA device decides: cuDNN keeps channels last, everything else is contiguous. ``None``
+    for a gradient that is not wanted."""
+    backward = func is aten.convolution_backward.default
+    source, weight = args[1:3] if backward else args[:2]
+    options = args[4:10] if backward else args[3:9]
+    plain = layout(source)
+    if weight.dim() == 3:
+        plain = contiguous(plain.shape, plain.itemsize)
+    conv = described(plain, weight, False, options)
+    cudnn = select(conv, card) in ("cudnn", "cudnn_transpose") and weight.dim() > 3
+    last = cudnn and cudnn_channels_last(conv.input, conv.weight, conv.dtype)
+    if not backward:
+        shape = conv.output_shape
+        if weight.dim() == 3:
+            shape = (*shape[:2], shape[3])
+        return (_formatted(Layout(shape, shape, plain.itemsize), last).stride,)
+    wanted = args[10]
+    first = second = False
+    if cudnn:  # the gradient of the output follows the input, which the weight may have changed
+        source_last = last if wanted[1] else channels_last(conv.input)
+        first = source_last or channels_last(conv.weight)
+        second = source_last
+        if conv.dtype == torch.float64:
+            first = second = False
+    if select(conv, card) == "empty":  # zeros_like
+        strides = (source.stride(), weight.stride(), (1,))
+        return tuple(stride if want else None for stride, want in zip(strides, wanted, strict=True))
+    shapes = (tuple(source.shape), tuple(weight.shape), (int(args[0].shape[1]),))
+    formats = (first, second, False)
+    return tuple(
+        _formatted(Layout(shape, shape, plain.itemsize), form).stride if want else None
+        for shape, form, want in zip(shapes, formats, wanted, strict=True)
+    )
+
+
+def laid_out(func: Any, args: Sequence[Any], results: Sequence[Any], card: Card) -> list[Any]:
+    """The results that a device-blind fake execution gave, with the strides that CUDA gives."""
+    strides = result_strides(func, args, card)
+    return [
+        result
+        if result is None or stride is None or tuple(result.stride()) == tuple(stride)
+        else result.new_empty_strided(result.shape, stride)
+        for result, stride in zip(results, strides, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------- cuDNN workspace
+
+
+def workspace_bounds(func: Any, args: Sequence[Any], card: Card) -> tuple[int, int]:
+    """Bytes that cuDNN's engine may ask for on top of the program of ``func``: ``(low, high)``.
+
+    cuDNN chooses its engine by closed heuristics, so this is a range, not a figure. PyTorch runs
+    the first engine of heuristic mode A and allocates what its plan asks for, once per kernel
+    (forward; input gradient, then weight gradient, one after the other: the larger counts).
+    ``low`` is 0: implicit-GEMM engines on channels-last data read and write in place. ``high`` adds
+
+    * copies into the layout of the tensor-core engines: input, weight and result of the kernel,
+      channels rounded up to 16 bytes, unless the data is channels last already (TF32 counts as
+      tensor core for fp32 on sm80 and newer);
+    * without tensor cores (fp32 or fp64 before sm80), or where a 3x3 kernel of stride 1 allows
+      it: the transformed tiles of a non-fused Winograd F(4x4, 3x3), 36 values for 16 (2.25 x
+      input and result, 4 x weight);
+    * for weight gradients: fp32 partial sums of a split over the batch, at most one for each
+      multiprocessor-filling part and never more than 32 MiB.
+
+    FFT engines, which mode A no longer proposes for sm70 and newer, are left out. With
+    ``torch.backends.cudnn.benchmark`` an engine may use any workspace up to the largest block that
+    the allocator could still give: the high bound is then what is free on the card.
+    """
+    backward = func is aten.convolution_backward.default
+    source, weight = args[1:3] if backward else args[:2]
+    options = args[4:10] if backward else args[3:9]
+    conv = described(layout(source), weight, False, options)
+    if select(conv, card) not in ("cudnn", "cudnn_transpose"):
+        return (0, 0)
+    if torch.backends.cudnn.benchmark:
+        return (0, card.profile.memory - card.profile.context)
+    tiles = _conversion(conv, card)
+    if not backward:
+        return (0, tiles)
+    wanted = args[10]
+    highs = [tiles if wanted[0] else 0]
+    if wanted[1]:
+        partial = prod(conv.weight.shape) * 4
+        parts = max(1, card.profile.multiprocessors * 128 * 128 * 4 // max(partial, 1))
+        highs.append(tiles + min(partial * parts, 32 << 20))
+    return (0, max(highs))
+
+
+def _conversion(conv: Convolution, card: Card) -> int:
+    """Bytes of converted or transformed operands (see :func:`workspace_bounds`)."""
+    itemsize = conv.input.itemsize
+    tensors = (conv.input.shape, conv.weight.shape, conv.output_shape)
+    tensor_cores = (itemsize == 2 and card.profile.sm >= 70) or (
+        conv.dtype == torch.float32 and card.profile.sm >= 80
+    )
+    high = 0
+    if tensor_cores and not cudnn_channels_last(conv.input, conv.weight, conv.dtype):
+        unit = 16 // itemsize
+        for shape in tensors:
+            channels = -(-shape[1] // unit) * unit
+            high += prod(shape) // max(shape[1], 1) * channels * itemsize
+    three = all(size == 3 for size in conv.kernel) and all(step == 1 for step in conv.stride)
+    if three and len(conv.kernel) == 2 and conv.groups == 1 and not conv.dilated:
+        given, weights, result = (prod(shape) * itemsize for shape in tensors)
+        high = max(high, (given + result) * 9 // 4 + weights * 4)
+    return high

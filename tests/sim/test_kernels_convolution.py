@@ -1,0 +1,112 @@
+"""Convolutions: scratch, layouts and choice against what PyTorch 2.6.0 and 2.14.1 did on stand-in
+devices, cuDNN on (its workspaces at 0) and off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_answers import argument, card, differences, runs, state
+
+from pytest_vram.sim import find_profile
+from pytest_vram.sim.kernels import Card
+from pytest_vram.sim.kernels.convolution import (
+    described,
+    laid_out,
+    result_strides,
+    select,
+    workspace_bounds,
+)
+from pytest_vram.sim.kernels.iterator import layout
+from pytest_vram.sim.kernels.versions import overload
+
+aten = torch.ops.aten
+
+
+def test_every_recorded_call_is_reproduced_event_by_event() -> None:
+    assert differences("convolution") == []
+
+
+def _distances(shape: list[int], stride: tuple[int, ...]) -> list[int]:
+    return [step for size, step in zip(shape, stride, strict=True) if size != 1]
+
+
+def test_every_recorded_result_has_the_strides_the_rule_gives() -> None:
+    for run in runs("convolution"):
+        for call in run["calls"]:
+            func, device = overload(call[0]), card(run)
+            assert func is not None
+            with state(call[2]):
+                got = result_strides(func, argument(call[1], {}), device)
+            for stride, spec in zip(got, call[3], strict=True):
+                assert (stride is None) == (spec is None)
+                if spec and 0 not in spec[1]:
+                    assert stride is not None
+                    assert _distances(spec[1], stride) == _distances(spec[1], spec[2]), call
+
+
+def on(name: str, version: tuple[int, int] = (2, 14)) -> Card:
+    return Card(find_profile(name), version, cudnn_version=92400)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("enabled", "source", "weight", "options", "chosen"),
+    [
+        (True, (2, 8, 9, 9), (4, 8, 3, 3), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1), "cudnn"),
+        (False, (2, 8, 9, 9), (4, 8, 3, 3), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1), "slow2d"),
+        (False, (2, 8, 9, 9), (4, 8, 3, 3), ([1], [0], [2], False, [0], 1), "dilated2d"),
+        (True, (2, 8, 9, 9), (8, 4, 3, 3), ([2], [0], [1], True, [1], 1), "cudnn_transpose"),
+        (True, (2, 8, 9, 9), (8, 4, 3, 3), ([2], [0], [3], True, [2], 1), "transpose2d"),
+        (True, (2, 8, 9, 9), (8, 1, 3, 3), ([1], [0], [1], False, [0], 8), "depthwise2d"),
+        (False, (2, 8, 5, 9, 9), (4, 8, 3, 3, 3), ([1], [0], [1], False, [0], 1), "dilated3d"),
+        (True, (0, 8, 9, 9), (4, 8, 3, 3), ([1], [0], [1], False, [0], 1), "empty"),
+    ],
+)
+def test_choice(
+    enabled: bool, source: tuple[int, ...], weight: tuple[int, ...], options: tuple[object, ...],
+    chosen: str,
+) -> None:  # fmt: skip
+    with state({"cudnn": enabled}):
+        conv = described(layout(tensor(*source)), tensor(*weight), True, options)
+        assert select(conv, on("a100-80gb")) == chosen
+
+
+def test_results_keep_channels_last_with_cudnn_only() -> None:
+    source = tensor(2, 8, 16, 16).to(memory_format=torch.channels_last)
+    args = (source, tensor(4, 8, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    blind = tensor(2, 4, 16, 16)
+    with state({"cudnn": True}):
+        (out,) = laid_out(aten.convolution.default, args, [blind], on("a100-80gb"))
+    assert out.stride() == (1024, 1, 64, 4)
+    with state({"cudnn": False}):
+        (out,) = laid_out(aten.convolution.default, args, [blind], on("a100-80gb"))
+    assert out is blind
+
+
+def test_bounds_of_the_closed_library() -> None:
+    args = (
+        tensor(8, 64, 56, 56),
+        tensor(64, 64, 1, 1),
+        None,
+        [1, 1],
+        [0, 0],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
+    )
+    x, w = 8 * 64 * 56 * 56 * 4, 64 * 64 * 4
+    func = aten.convolution.default
+    with state({"cudnn": True}):
+        assert workspace_bounds(func, args, on("a100-80gb")) == (0, 2 * x + w)
+        assert workspace_bounds(func, args, on("v100-32gb")) == (0, 0)
+        last = (args[0].to(memory_format=torch.channels_last), *args[1:])
+        assert workspace_bounds(func, last, on("a100-80gb")) == (0, 0)
+    with state({"cudnn": False}):
+        assert workspace_bounds(func, args, on("a100-80gb")) == (0, 0)
+    with state({"cudnn": True, "bench": True}):
+        card = on("t4")
+        assert workspace_bounds(func, args, card) == (0, card.profile.memory - card.profile.context)
