@@ -15,6 +15,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan", "Does it fit, on which cards, and if not, what to change? From formulas."),
     "simulate": ("simulate", "Run any training script on a simulated card."),
     "search": ("search", "The largest batch with which a script fits, by simulation."),
+    "diff": ("diff", "What changed between two JSON reports."),
+    "baselines": ("baselines", "List, explain and prune stored baselines."),
     "gpus": ("gpus", "The cards that can be planned for and simulated."),
     "explain": ("explain", "Ledger and largest tensors of a PyTorch memory snapshot."),
     "completion": ("completion", "Print the shell code that completes commands and options."),
