@@ -102,9 +102,13 @@ class CachingAllocator(Reserve):
                     stats.look_split()
                 tally.split_bytes_out += taken
             else:
-                tally.split_in += 1
-                tally.split_bytes_in += rest
-                stats.due_split = True
+                tally.split_in = pieces = tally.split_in + 1
+                tally.split_bytes_in = came = tally.split_bytes_in + rest
+                if (
+                    came - tally.split_bytes_out > tally.most_split_bytes
+                    or pieces - tally.split_out > tally.most_split
+                ):
+                    stats.due_split = True
         else:
             taken += rest
             if split and block.expandable is None:
@@ -202,7 +206,7 @@ class CachingAllocator(Reserve):
                     stats.look_split()
                 tally.split_out += 1
             tally.split_bytes_in = came = tally.split_bytes_in + size
-            if came > tally.due_split_bytes:
+            if came - tally.split_bytes_out > tally.most_split_bytes:
                 stats.due_split = True
         elif merged:
             if stats.due_split:

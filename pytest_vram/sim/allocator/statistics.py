@@ -55,7 +55,7 @@ class Tally(Peaks):
 
     ``late`` blocks were given up by the program while another stream still used them: PyTorch
     calls them active but no longer allocated. When more came than a ``due_*`` says, or more is
-    there than ``most_split``, the next fall has to be preceded by a look.
+    there than a ``most_*``, the next fall has to be preceded by a look.
     """
 
     __slots__ = (
@@ -65,10 +65,10 @@ class Tally(Peaks):
         "bytes_out",
         "due_blocks",
         "due_bytes",
-        "due_split_bytes",
         "late",
         "late_bytes",
         "most_split",
+        "most_split_bytes",
         "requested_in",
         "requested_out",
         "reserved_in",
@@ -87,7 +87,7 @@ class Tally(Peaks):
         self.bytes_in = self.bytes_out = self.due_bytes = 0
         self.requested_in = self.requested_out = 0
         self.split_in = self.split_out = self.most_split = 0
-        self.split_bytes_in = self.split_bytes_out = self.due_split_bytes = 0
+        self.split_bytes_in = self.split_bytes_out = self.most_split_bytes = 0
         self.segments_in = self.segments_out = 0
         self.reserved_in = self.reserved_out = 0
         self.late = self.late_bytes = 0
@@ -250,14 +250,12 @@ class Statistics:
         if bytes_left < 0:
             total.peak_split_bytes -= bytes_left
             bytes_left = 0
-        # The number of free pieces is never far below its peak: a limit, not a sum, to run into.
+        # Free pieces come and go at almost every event: limits on what is there, not on what comes.
         small.most_split = min(small.peak_split, small_blocks + (blocks_left >> 1))
         large.most_split = min(large.peak_split, large_blocks + (blocks_left >> 1))
-        small.due_split_bytes = small.split_bytes_in + min(
-            small.peak_split_bytes - small_bytes, bytes_left >> 3
-        )
-        large.due_split_bytes = large.split_bytes_in + min(
-            large.peak_split_bytes - large_bytes, bytes_left - (bytes_left >> 3)
+        small.most_split_bytes = min(small.peak_split_bytes, small_bytes + (bytes_left >> 3))
+        large.most_split_bytes = min(
+            large.peak_split_bytes, large_bytes + bytes_left - (bytes_left >> 3)
         )
 
     def reset_peak(self) -> None:
