@@ -348,16 +348,15 @@ class Plugin:
         summary.failed = summary.failed or bool(summary.unwritten)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.worker or (not self.session.attempts and self.session.summary.silent):
+            return
         from pytest_vram.reports.terminal import report
 
-        if self.worker or not self.settings.enabled:
-            return
         writer = terminalreporter
-        width = writer._tw.fullwidth if hasattr(writer, "_tw") else 80
         lines = report(
             self.session.records,
             self.session.summary,
-            width=width,
+            width=self.config.get_terminal_writer().fullwidth,
             verbosity=self.config.get_verbosity(),
         )
         if lines:

@@ -54,6 +54,11 @@ class Summary:
     unwritten: list[str] = field(default_factory=list)  #: reports that could not be made
     failed: bool = False
 
+    @property
+    def silent(self) -> bool:
+        """Nothing to say: no update, refusal, problem, stale entry or report."""
+        return self == Summary()
+
 
 class Session:
     """Collects records and outcomes, then updates the store and says what was done."""
@@ -132,12 +137,12 @@ class Session:
 
     def _updates(self) -> tuple[list[Edit], list[str]]:
         """Edits for tests that passed everything else, and the category of each test."""
+        if not self.settings.update - {"prune"}:
+            return [], []
         from pytest_vram.baselines import BaselineError, edit_for
         from pytest_vram.comparison import record_of
 
         edits, categories, left_out = [], [], 0
-        if not self.settings.update - {"prune"}:
-            return [], []
         for record in self.records:
             if record.ledger is None or record.nodeid in self._bad or record.failures:
                 left_out += 1
