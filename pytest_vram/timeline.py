@@ -51,7 +51,7 @@ class Timeline:
         stretch = max(1, -(-len(trace.events) // points))
         totals = dict.fromkeys(BILLS, 0)
         allocated = reserved = 0
-        best = -1
+        best, grown = -1, 0  # `grown`: the last event that took memory
         sample: tuple[int, int, dict[str, int]] | None = None
         samples: list[tuple[int, int, dict[str, int]]] = []
         births: dict[int, int] = {}
@@ -65,11 +65,11 @@ class Timeline:
                 allocation = trace.allocations[event.index]
                 totals[_bill(allocation.bill)] += allocation.block
                 allocated += allocation.block
-                births[event.index] = position
+                births[event.index] = grown = position
                 rising = rising or allocated > best
             elif event.kind == "free":
                 if rising:
-                    sample, best, rising = (position - 1, reserved, dict(totals)), allocated, False
+                    sample, best, rising = (grown, reserved, dict(totals)), allocated, False
                 allocation = trace.allocations[event.index]
                 totals[_bill(allocation.bill)] -= allocation.block
                 allocated -= allocation.block
@@ -84,7 +84,8 @@ class Timeline:
                 marks.append(Mark(position, phase.name, phase.step))
             if (position + 1) % stretch == 0 or position + 1 == len(trace.events):
                 if rising or sample is None:
-                    sample = (position, reserved, dict(totals))
+                    at = grown if rising else position
+                    sample = (at, reserved, dict(totals))
                 samples.append(sample)
                 sample, best, rising = None, -1, False
         lives += [(start, len(trace.events), index) for index, start in births.items()]
