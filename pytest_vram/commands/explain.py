@@ -50,6 +50,8 @@ def _choose(snapshot: Snapshot, device: int | None) -> tuple[int, Explained]:
     devices = snapshot.devices()
     if not devices:
         raise SnapshotError("the snapshot is empty: no segments, no events")
+    if device is None and len(devices) == 1:
+        device = devices[0]
     if device is not None:
         if device not in devices:
             raise SnapshotError(f"nothing about device {device}; it has {devices}")
