@@ -365,10 +365,10 @@ class Plugin:
         for line in lines:
             writer.write_line(line.text, **moods.get(line.mood, {}))
         if self.report is not None and os.environ.get("GITHUB_ACTIONS") == "true":
-            from pytest_vram.reports.github import annotations
+            from pytest_vram.reports.github import annotate
 
             workspace = os.environ.get("GITHUB_WORKSPACE", "")
-            for text in annotations(self.report, self.config.rootpath, workspace):
+            for text in annotate(self.report, self.config.rootpath, workspace):
                 writer.write_line(text)
 
 

@@ -26,7 +26,7 @@ def running(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("GITHUB_ACTIONS") == "true"
 
 
-def annotations(report: Report, root: Path, workspace: str = "") -> list[str]:
+def annotate(report: Report, root: Path, workspace: str = "") -> list[str]:
     """``::error file=...,line=...::`` for what fails, ``::warning`` for what is worth a look.
 
     ``root`` is pytest's rootdir; GitHub wants paths from the repository's root, ``workspace``.
@@ -39,14 +39,14 @@ def annotations(report: Report, root: Path, workspace: str = "") -> list[str]:
             if kind is not None:
                 lines[kind].append(_command(kind, place, _title(record, found), _text(found)))
     shown = []
-    for kind, commands in lines.items():
-        shown += commands[:SHOWN]
-        if len(commands) > SHOWN:
+    for kind, some in lines.items():
+        shown += some[:SHOWN]
+        if len(some) > SHOWN:
             shown[-1] = _command(
                 kind,
                 {},
                 "pytest-vram",
-                f"{len(commands) - SHOWN + 1} more: see the step summary",
+                f"{len(some) - SHOWN + 1} more: see the step summary",
             )
     return shown
 

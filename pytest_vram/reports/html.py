@@ -195,8 +195,8 @@ def _label(record: TestRecord) -> str:
         return ""
     ledger = record.ledger
     return (
-        f"Allocated memory over the run, stacked by bill: peak {format_bytes(ledger.peak_allocated)} "
-        f"in {ledger.peak}; the slider below walks through it"
+        "Allocated memory over the run, stacked by bill: peak "
+        f"{format_bytes(ledger.peak_allocated)} in {ledger.peak}; the slider below walks through it"
     )
 
 

@@ -137,7 +137,7 @@ def _has_details(record: TestRecord) -> bool:
 
 
 def _said(record: TestRecord) -> list[str]:
-    """Its findings in full. That there is no baseline yet is no news, unless it is why it failed."""
+    """Its findings in full. That there is no baseline yet is no news, unless it failed for that."""
     return [
         found.text()
         for found in record.findings
