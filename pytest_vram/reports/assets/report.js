@@ -275,7 +275,7 @@
       const alive = line.spans.filter(([start, end]) => start <= event && event < end)
         .sort((one, other) => other[2] - one[2]).slice(0, 8);
       this.fill(".biggest", alive.map(([, , bytes, bill, tensor, operator, module, frame]) => {
-        const what = element("td");
+        const what = element("td", undefined, "whole");
         what.append(swatch(bill), element("code", tensor));
         return [element("td", size(bytes), "figure"), what,
                 element("td", [operator, module, frame].filter(Boolean).join("  "))];
