@@ -230,14 +230,18 @@ class Plugin:
     def pytest_collection_modifyitems(
         self, items: list[pytest.Item]
     ) -> Generator[None, object, object]:
-        self._before_filters = {item.nodeid for item in items}
+        for item in items:
+            item.stash[_PLAIN_ID] = item.nodeid
+        self._before_filters = {plain_id(item) for item in items}
         return (yield)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        ids = {item.nodeid for item in session.items}
+        ids = {plain_id(item) for item in session.items}
         self.collected.modules = modules_of(self._before_filters | ids)
         self.collected.marked = [
-            item.nodeid for item in session.items if self.settings.enabled and self.budget_of(item)
+            plain_id(item)
+            for item in session.items
+            if self.settings.enabled and self.budget_of(item)
         ]
         self.collected.filters = _filters(self.config, len(self._before_filters - ids))
         self.session.collected.add(self.collected)
@@ -253,7 +257,7 @@ class Plugin:
         from pytest_vram.run import ItemRun
 
         before = item.stash.get(self.run_key, None)
-        run = ItemRun(item, budget, self.settings, self.session.store, self.worker)
+        run = ItemRun(item, plain_id(item), budget, self.settings, self.session.store, self.worker)
         run.say = self.progress.show
         run.attempt = before.attempt + 1 if before is not None else 1
         item.stash[self.run_key] = run
@@ -370,6 +374,15 @@ class Plugin:
             workspace = os.environ.get("GITHUB_WORKSPACE", "")
             for text in annotate(self.report, self.config.rootpath, workspace):
                 writer.write_line(text)
+
+
+#: An item's id before pytest-xdist adds its group to it (``--dist loadgroup``: ``test_x@gpu``).
+_PLAIN_ID: pytest.StashKey[str] = pytest.StashKey()
+
+
+def plain_id(item: pytest.Item) -> str:
+    """The id under which an item is stored and reported, with or without workers."""
+    return item.stash.get(_PLAIN_ID, item.nodeid)
 
 
 def _marks(item: pytest.Item) -> list[Any]:

@@ -40,6 +40,7 @@ class ItemRun:
     it, so that every other plugin sees one ordinary call."""
 
     item: pytest.Item
+    nodeid: str  #: as it is stored and reported
     budget: Budget
     settings: Settings
     store: Store
@@ -100,7 +101,7 @@ class ItemRun:
         from pytest_vram.reports.snapshots import write_snapshot
 
         assert self.settings.snapshots is not None
-        directory, nodeid = self.settings.snapshots, self.item.nodeid
+        directory, nodeid = self.settings.snapshots, self.nodeid
         if problem := write_snapshot(directory, nodeid, kind, snapshot, self.attempt):
             self._notes.append(problem)
 
@@ -245,7 +246,7 @@ class ItemRun:
         """The line of the test file that ``error`` came through last, else its own last line."""
         frames = traceback.extract_tb(error.__traceback__)
         if not frames:
-            return self.item.nodeid
+            return self.nodeid
         own = [frame for frame in frames if Path(frame.filename) == self.item.path]
         frame = (own or list(frames))[-1]
         return f"{self.item.location[0] if own else frame.filename}:{frame.lineno}"
@@ -289,7 +290,7 @@ class ItemRun:
         if real is not None and real is not memory:
             notes += real.notes
         self.record = TestRecord(
-            nodeid=self.item.nodeid,
+            nodeid=self.nodeid,
             file=self.item.location[0],
             line=(self.item.location[1] or 0) + 1,
             budget=self.budget,
@@ -338,7 +339,7 @@ class ItemRun:
     def _stored(self, findings: list[Finding]) -> dict[str, Any] | None:
         """This test's baselines; ``None`` (and a finding) where its file cannot be read."""
         try:
-            return self.store.environments(self.item.nodeid)
+            return self.store.environments(self.nodeid)
         except BaselineError as error:
             sentence = f"VRAM baseline cannot be used: {error}"
             findings.append(Finding("not-checked", "fail", sentence))

@@ -67,7 +67,8 @@ class Session:
         self.settings = settings
         self.collected = Collected()
         self.summary = Summary()
-        #: Every attempt of every marked test, in the order of their reports.
+        #: Every attempt of every marked test, in the order of their reports. Keys are the reports'
+        #: ids, to which pytest-xdist may add a group; the records have pytest's own.
         self.attempts: dict[str, list[TestRecord]] = {}
         #: Why a test has no record: ``skipped in setup``.
         self.unrecorded: dict[str, str] = {}
@@ -143,8 +144,9 @@ class Session:
         from pytest_vram.comparison import record_of
 
         edits, categories, left_out = [], [], 0
+        bad = {self.attempts[nodeid][-1].nodeid for nodeid in self._bad & set(self.attempts)}
         for record in self.records:
-            if record.ledger is None or record.nodeid in self._bad or record.failures:
+            if record.ledger is None or record.nodeid in bad or record.failures:
                 left_out += 1
                 continue
             key, now = record.environment.key, record_of(record.ledger, record.environment)

@@ -23,7 +23,9 @@ def six(project: Project) -> Project:
 
 
 def test_the_same_files_with_and_without_workers(six: Project) -> None:
-    result = six.subprocess("-n2", "--vram-update=all")
+    """Also with groups, which pytest-xdist writes into the ids of tests."""
+    six.write("@pytest.mark.xdist_group('gpu')" + SIX)
+    result = six.subprocess("-n2", "--dist=loadgroup", "--vram-update=all")
     assert outcomes(result) == {"passed": 6}
     result.stdout.fnmatch_lines(
         [
