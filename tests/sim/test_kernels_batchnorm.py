@@ -1,0 +1,51 @@
+"""Batch norm: scratch and choice against what PyTorch 2.6.0 and 2.14.1 did on stand-in devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_answers import differences
+
+from pytest_vram.sim.kernels.batchnorm import reserve_bounds, uses_cudnn
+
+
+def test_every_recorded_call_is_reproduced_event_by_event() -> None:
+    assert differences("batchnorm") == []
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("source", "weight", "running", "training", "cudnn"),
+    [
+        (tensor(4, 8, 9, 9), tensor(8), tensor(8), True, True),
+        (tensor(4, 8, 9, 9), tensor(8), tensor(8), False, True),
+        (tensor(4, 8, 9, 9, dtype=HALF), tensor(8), tensor(8), True, True),
+        (tensor(4, 8, 9, 9, dtype=HALF), tensor(8, dtype=HALF), tensor(8), True, False),
+        (tensor(4, 8, 9, 9, dtype=BRAIN), tensor(8), tensor(8), True, False),
+        (tensor(4, 8), tensor(8), tensor(8), True, False),
+        (tensor(4, 8, 9, 9), None, tensor(8), True, False),
+        (tensor(4, 8, 9, 9), tensor(8), None, True, True),
+        (tensor(4, 8, 9, 9), tensor(8), None, False, False),
+        (tensor(70000, 8, 1, 1), tensor(8), tensor(8), False, False),
+        (tensor(70000, 8, 1, 1), tensor(8), tensor(8), True, True),
+    ],
+)
+def test_choice(
+    source: torch.Tensor, weight: torch.Tensor | None, running: torch.Tensor | None,
+    training: bool, cudnn: bool,
+) -> None:  # fmt: skip
+    got = uses_cudnn(source, weight, weight, running, running, training, 1e-5, True)
+    assert got is cudnn
+    assert not uses_cudnn(source, weight, weight, running, running, training, 1e-5, False)
+
+
+def test_only_channels_last_halves_may_need_a_workspace() -> None:
+    plain = tensor(4, 8, 16, 16, dtype=HALF)
+    assert reserve_bounds(plain) == (0, 0)
+    assert reserve_bounds(plain.to(memory_format=torch.channels_last)) == (0, 2 * 4 * 8 * 1024)
