@@ -19,6 +19,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "baselines": ("baselines", "List, explain and prune stored baselines."),
     "gpus": ("gpus", "The cards that can be planned for and simulated."),
     "explain": ("explain", "Ledger and largest tensors of a PyTorch memory snapshot."),
+    "diff": ("diff", "What a change costs: two reports compared, test by test."),
+    "report": ("report", "Join the reports of shards; write them in other formats."),
     "completion": ("completion", "Print the shell code that completes commands and options."),
 }
 
