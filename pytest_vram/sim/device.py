@@ -52,7 +52,9 @@ class StorageLedger(Protocol):
         on_gpu: bool,
     ) -> None: ...
 
-    def take_over(self, old: SimTensor, new: SimTensor) -> None: ...
+    def in_place(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], new: SimTensor
+    ) -> None: ...
 
     def record_stream(self, tensor: SimTensor, stream: Any) -> None: ...
 
@@ -74,7 +76,7 @@ class Recipe:
     def __init__(self, outputs: list[Any], packing: type | None) -> None:
         self.outputs = outputs
         self.packing = packing
-        self.programs: dict[int, Any] = {}
+        self.programs: dict[tuple[Any, ...], Any] = {}
 
 
 #: Shapes are a property of PyTorch, not of a card or a run, so all simulations share the recipes.
@@ -181,7 +183,7 @@ class SimMode(FakeTensorMode):
             if flat is None:
                 return result
         if inplace.takes_over(func, args, self.linear_bias):
-            self.ledger.take_over(args[0], result)
+            self.ledger.in_place(func, args, kwargs, result)
         else:
             self.ledger.operator(func, args, kwargs, flat, recipe, on_gpu)
         if not tensors:

@@ -39,6 +39,19 @@ _OF_NODE = {
     aten.mul.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
 }
 
+#: What runs on the card instead, with arguments that the out-of-place form lacks.
+TWINS: dict[Any, tuple[Any, dict[str, Any]]] = {
+    aten.add.Tensor: (aten.add_.Tensor, {}),
+    aten.sub.Tensor: (aten.sub_.Tensor, {}),
+    aten.mul.Tensor: (aten.mul_.Tensor, {}),
+    aten.index_put.default: (aten._index_put_impl_.default, {"unsafe": True}),
+    aten._unsafe_index_put.default: (aten._index_put_impl_.default, {"unsafe": True}),
+    aten.scatter_add.default: (aten.scatter_add_.default, {}),
+    aten.scatter.src: (aten.scatter_.src, {}),
+    aten.masked_fill.Scalar: (aten.masked_fill_.Scalar, {}),
+    aten.masked_fill.Tensor: (aten.masked_fill_.Tensor, {}),
+}
+
 #: References to the first operand that the dispatch itself holds while it asks; measured once per
 #: process on a tensor that nobody else holds, because it differs between versions of PyTorch.
 _alone: tuple[int, int] | None = None

@@ -65,7 +65,11 @@ class Simulation:
         self.card = Card(profile, VERSION)
         self._card_key = hash(self.card)
         self.allocator = CachingAllocator(
-            profile.memory, alloc_conf, listener=self._segment, context=profile.context
+            profile.memory,
+            alloc_conf,
+            listener=self._segment,
+            context=profile.context,
+            version=VERSION,
         )
         self.mode = SimMode(self)
         self.stream = 0
@@ -270,13 +274,14 @@ class Simulation:
         self, func: Any, args: Any, kwargs: Any, outputs: list[Any], recipe: Any
     ) -> Program | None:
         if recipe is not None:
-            known = recipe.programs.get(self._card_key, False)
+            key = (self._card_key, *_switches())
+            known = recipe.programs.get(key, False)
             if known is not False:
                 return known  # type: ignore[no-any-return]
         flat = [out if isinstance(out, torch.Tensor) else None for out in outputs]
         steps = program(func, args, kwargs, flat, self.card)
         if recipe is not None:
-            recipe.programs[self._card_key] = steps
+            recipe.programs[key] = steps
         return steps
 
     def _thread(self) -> str:
@@ -349,10 +354,18 @@ class Simulation:
             self._events.append(("free", index, 0, 0))
             self.allocator.free(block)
 
-    def take_over(self, old: SimTensor, new: SimTensor) -> None:
-        """``new`` lives in ``old``'s block from now on; the old storage's death means nothing."""
+    def in_place(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], new: SimTensor
+    ) -> None:
+        """``func`` ran out of place here; on the card it writes into its first argument's block."""
         if self._quiet:
             return
+        self._take_over(args[0], new)
+        twin, more = inplace.TWINS[func]
+        self.operator(twin, args, {**kwargs, **more}, [new], None, True)
+
+    def _take_over(self, old: SimTensor, new: SimTensor) -> None:
+        """``new`` lives in ``old``'s block from now on; the old storage's death means nothing."""
         found = self._live.get(old.untyped_storage()._cdata)
         if found is None:
             return
@@ -431,6 +444,17 @@ def simulated(profile: Profile, **options: Any) -> Iterator[Simulation]:
     """``with simulated(profile) as gpu:``: shorthand for entering a :class:`Simulation`."""
     with Simulation(profile, **options) as simulation:
         yield simulation
+
+
+def _switches() -> tuple[bool, ...]:
+    """What a user can turn over between two calls of one operator, and rules look at."""
+    c = torch._C
+    return (
+        c._get_deterministic_algorithms(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
