@@ -26,7 +26,7 @@ class Watch:
     """Context manager around one pass of a test, on CUDA or the CPU.
 
     Works for any loop without its cooperation. Enter it before the recording of memory begins: its
-    own scalars (1 KiB) are then part of the base, and nothing else it does uses device memory.
+    own 4 MiB are then part of the base, and nothing else it does uses device memory.
 
     ``values=False``: the pass is simulated, so only the order of calls and missing gradients are
     judged. ``diagnose=True``: a replay after a pass whose ``needs_replay()`` was true. It watches
@@ -70,6 +70,7 @@ class Watch:
     ) -> None:
         self._stack.close()
         self._finite.settle_losses()
+        self._finite.check.release()
 
     # ---- what it saw
 

@@ -69,6 +69,8 @@ class Loop(Listener):
         self._update_forward = 0  # forwards when an optimizer last stepped
         self._before: dict[int, tuple[int, int]] = {}
         self.reached: list[Reached] = []
+        self._parameters: tuple[Any, list[weakref.ref[Tensor]]] | None = None
+        self._refresh = 0
 
     # ---- modules and parameters
 
@@ -106,7 +108,18 @@ class Loop(Listener):
         ]
 
     def parameters(self) -> list[Tensor]:
-        """Parameters of known modules and optimizers, each once."""
+        """Parameters of known modules and optimizers, each once.
+
+        Looked up anew when a module or an optimizer appeared and, for modules whose parameters were
+        replaced, at the first updates and each power of two.
+        """
+        known = (self.names.version, len(self.optimizers), self._refresh)
+        if self._parameters is None or self._parameters[0] != known:
+            references = [weakref.ref(p) for p in self._look_up_parameters()]
+            self._parameters = known, references
+        return [p for ref in self._parameters[1] if (p := ref()) is not None]
+
+    def _look_up_parameters(self) -> list[Tensor]:
         seen = {id(p): p for p in self.names.parameters()}
         for optimizer in self.live_optimizers():
             for parameter in optimizer_parameters(optimizer):
@@ -226,6 +239,8 @@ class Loop(Listener):
         record = self.record(update.optimizer)
         record.waiting = False
         record.updates += update.applied
+        if record.attempts & (record.attempts - 1) == 0:
+            self._refresh += 1
         self.forwards_since_update.clear()
         self._update_forward = self.forwards
         for parameter in optimizer_parameters(update.optimizer):

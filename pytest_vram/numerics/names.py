@@ -26,16 +26,14 @@ class NameBook:
         self._parameters: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._stale = True
+        self.version = 0  #: goes up whenever a module becomes known
 
     def note(self, module: nn.Module) -> None:
         if module not in self._known:
             self._known.add(module)
             self._order[id(module)] = len(self._order)
             self._stale = True
-
-    def forget_cache(self) -> None:
-        """Modules may have changed (adapters injected, parameters replaced)."""
-        self._stale = True
+            self.version += 1
 
     def roots(self) -> list[nn.Module]:
         """Known modules that no other known module contains, in the order they were met."""
@@ -108,6 +106,7 @@ class NameBook:
             if wanted & inner and module not in self._known:
                 self._known.add(module)
                 self._order[id(module)] = -1
+                self.version += 1
                 added = True
         return added
 

@@ -1,9 +1,11 @@
 """NaN and inf: in the loss, in the gradients before the step, in the parameters after it.
 
-The watch itself allocates nothing on a GPU. Finite checks use the fused kernel that GradScaler uses
-(``_amp_foreach_non_finite_check_and_unscale_`` with a factor of exactly 1, which leaves every bit
-as it is) with two scalars that were made before the recorded window; losses are copied to pinned
-host memory without waiting and read once the optimizer's step has waited anyway.
+The watch itself allocates nothing on a GPU while memory is recorded. Finite checks use the fused
+kernel that GradScaler uses (``_amp_foreach_non_finite_check_and_unscale_``) with a factor of exactly
+1, which leaves every bit as it is. It knows no bfloat16 (aten/src/ATen/native/cuda/AmpKernels.cu,
+2.6 to 2.14), so those are copied, piece by piece, into an fp32 scratch buffer. Scalars and buffer
+are made before the recorded window. Losses are copied to pinned host memory without waiting and
+read once the optimizer's step has waited anyway.
 """
 
 from __future__ import annotations
@@ -23,25 +25,34 @@ from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
 from pytest_vram.numerics.probes import Backward, Listener, Update
 
 
+#: Elements of the scratch buffer for dtypes that the fused check does not know: 4 MiB.
+_SCRATCH = 1 << 20
+_CHECKED = (torch.float32, torch.float16, torch.float64)
+
+
 class FiniteCheck:
-    """Whether tensors are finite, in one fused check per device, without device memory."""
+    """Whether tensors are finite, in one fused check per device and dtype."""
 
     def __init__(self) -> None:
-        self._scalars: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._own: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def prepare(self) -> None:
-        """Make the scalars now: in the recorded window they would be a kilobyte of the test's."""
+        """Make scalars and scratch now: in the recorded window they would be the test's."""
         if torch.version.cuda is not None and torch.cuda.is_available():
             # In the CPU stand-in torch.cuda only pretends, and there is nothing to prepare.
             with contextlib.suppress(RuntimeError, AssertionError):
                 self._on(torch.device("cuda", torch.cuda.current_device()))
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._scalars:
+    def release(self) -> None:
+        self._own.clear()
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if device not in self._own:
             with torch._C.DisableTorchFunction():
                 found = torch.zeros((), dtype=torch.float32, device=device)
-                self._scalars[device] = found, torch.ones_like(found)
-        return self._scalars[device]
+                scratch = torch.empty(_SCRATCH, dtype=torch.float32, device=device)
+                self._own[device] = found, torch.ones_like(found), scratch
+        return self._own[device]
 
     def finite(self, tensors: Iterable[Tensor]) -> bool:
         on_device: dict[torch.device, list[Tensor]] = {}
@@ -55,24 +66,40 @@ class FiniteCheck:
         if device.type == "meta":
             return True
         if device.type == "cuda":
-            found, one = self._on(device)
-            found.zero_()
-            for members in _by_dtype(tensors):
-                torch._amp_foreach_non_finite_check_and_unscale_(members, found, one)
-            return not found.item()
+            return self._finite_on_gpu(device, tensors)
         norms = torch._foreach_norm(tensors, math.inf)
         return all(math.isfinite(float(norm)) for norm in norms)
+
+    def _finite_on_gpu(self, device: torch.device, tensors: list[Tensor]) -> bool:
+        found, one, scratch = self._on(device)
+        found.zero_()
+        for dtype, members in _by_dtype(tensors).items():
+            if dtype in _CHECKED:
+                torch._amp_foreach_non_finite_check_and_unscale_(members, found, one)
+                continue
+            for piece in _pieces(members):
+                copy = scratch[: piece.numel()]
+                copy.copy_(piece)
+                torch._amp_foreach_non_finite_check_and_unscale_([copy], found, one)
+        return not found.item()
 
     def bad(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Those that hold NaN or inf."""
         return [tensor for tensor in tensors if not self.finite([tensor])]
 
 
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+def _by_dtype(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())
+    return groups
+
+
+def _pieces(tensors: list[Tensor]) -> Iterable[Tensor]:
+    """The elements of contiguous tensors, at most a scratch buffer's worth at a time."""
+    for tensor in tensors:
+        if tensor.is_contiguous():
+            yield from tensor.view(-1).split(_SCRATCH)
 
 
 def _plain(tensor: Tensor) -> Tensor | None:

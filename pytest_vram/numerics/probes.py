@@ -150,6 +150,7 @@ class Probes:
 
     def __post_init__(self) -> None:
         self._undo = contextlib.ExitStack()
+        self._audience: dict[str, list[Callable[..., None]]] = {}
         self._depth = 0  # modules that are running
         self._backward_depth = 0
         self._updates: list[Update] = []
@@ -228,13 +229,27 @@ class Probes:
     def _tell(self, event: str, *args: Any) -> None:
         # Modes of the test's (and the CPU stand-in's, which says that tensors are on a GPU) are not
         # to see what the watch does.
+        methods = self._audience.get(event)
+        if methods is None:
+            methods = self._audience[event] = self._listening(event)
+        if not methods:
+            return
         self.telling = True
         try:
             with torch._C.DisableTorchFunction():
-                for listener in self.listeners:
-                    getattr(listener, event)(*args)
+                for method in methods:
+                    method(*args)
         finally:
             self.telling = False
+
+    def _listening(self, event: str) -> list[Callable[..., None]]:
+        """The methods of those who do more than nothing at ``event``: modules run by the hundred."""
+        nothing = getattr(Listener, event)
+        return [
+            getattr(listener, event)
+            for listener in self.listeners
+            if getattr(type(listener), event) is not nothing
+        ]
 
     # ---- modules
 
@@ -349,7 +364,7 @@ class Probes:
             call.optimizer = optimizer
         update = None
         if kind == "step":
-            closure = "closure" in kwargs or len(args) > 1
+            closure = any(callable(value) for value in (*args[1:], kwargs.get("closure")))
             update = Update(optimizer, call.line, scaler, closure=closure)
             self._tell("update_begins", update)
             self._updates.append(update)
@@ -441,7 +456,7 @@ class Probes:
         if self._updates and self._updates[-1].scaler is not None:
             update = self._updates[-1]
         else:
-            closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None
+            closure = any(callable(value) for value in (*args[1:], kwargs.get("closure")))
             update = Update(optimizer, user_line(), closure=closure)
             self._updates.append(update)
             self._tell("update_begins", update)

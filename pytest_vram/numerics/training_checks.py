@@ -21,7 +21,7 @@ from pytest_vram.numerics.probes import Backward, Listener, Update
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 #: Elements looked at per parameter: all of a small one, a stretch from the middle of a larger one.
-_SAMPLE_CPU, _SAMPLE_CUDA, _MOST_CUDA = 16_384, 256, 192
+_SAMPLE_CPU, _SAMPLE_CUDA, _MOST_CUDA = 16_384, 256, 64
 
 
 @dataclass(slots=True)
@@ -162,9 +162,8 @@ class TrainingWatch(Listener):
         return sample if sample is not None and sample.parameter() is parameter else None
 
     def _due(self, update: Update) -> bool:
-        """The first four updates of an optimizer, then each power of two."""
-        number = self._loop.record(update.optimizer).updates + 1
-        return number <= 4 or number & (number - 1) == 0
+        """At each power of two."""
+        return _power_of_two(self._loop.record(update.optimizer).updates + 1)
 
     def update_ends(self, update: Update) -> None:
         optimizer = update.optimizer
@@ -181,8 +180,7 @@ class TrainingWatch(Listener):
             return
         rates = _learning_rates(optimizer)
         adaptive = _adaptive(optimizer)
-        number = record.updates  # the loop counted this one already
-        compare = number <= 4 or number & (number - 1) == 0
+        compare = record.updates > 1 and _power_of_two(record.updates)
         for parameter in _spread(optimizer_parameters(optimizer)):
             sample = self._sample(parameter)
             if sample is None:
@@ -441,6 +439,10 @@ def _is_stuck(sample: _Sample) -> bool:
     return sample.changed < 0.01 if sample.low_precision else sample.changed == 0.0
 
 
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -461,7 +463,7 @@ def _outputs(value: Any) -> Iterable[Tensor]:
 
 
 def _spread(parameters: list[Tensor]) -> list[Tensor]:
-    """On a GPU each sample costs a copy: at most 192 parameters, spread over the model."""
+    """On a GPU each sample costs a copy: at most 64 parameters, spread over the model."""
     if not parameters or parameters[0].device.type != "cuda" or len(parameters) <= _MOST_CUDA:
         return parameters
     stride = len(parameters) / _MOST_CUDA
