@@ -15,12 +15,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan", "Does it fit, on which cards, and if not, what to change? From formulas."),
     "simulate": ("simulate", "Run any training script on a simulated card."),
     "search": ("search", "The largest batch with which a script fits, by simulation."),
-    "diff": ("diff", "What changed between two JSON reports."),
+    "diff": ("diff", "What a change costs: two reports compared, test by test."),
+    "report": ("report", "Join the reports of shards; write them in other formats."),
     "baselines": ("baselines", "List, explain and prune stored baselines."),
     "gpus": ("gpus", "The cards that can be planned for and simulated."),
     "explain": ("explain", "Ledger and largest tensors of a PyTorch memory snapshot."),
-    "diff": ("diff", "What a change costs: two reports compared, test by test."),
-    "report": ("report", "Join the reports of shards; write them in other formats."),
     "completion": ("completion", "Print the shell code that completes commands and options."),
 }
 

@@ -39,6 +39,6 @@ def command(reports: tuple[Path, ...], outputs: tuple[Path, ...]) -> None:
         click.echo(document(report), nl=False)
         return
     written, problems = write_reports(report, outputs)
-    click.echo(f"{headline(report)[2:]}: {', '.join(written)}")
+    click.echo(f"{headline(report)}: {', '.join(written)}")
     if problems:
         raise Problem("\n".join(problems))

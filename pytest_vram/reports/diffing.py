@@ -166,7 +166,7 @@ def headline(diff: ReportDiff) -> str:
     compared = [
         f"{counts[status]} {STATUSES[status]}"
         for status in ("grew", "shrank", "same")
-        if counts[status]  # type: ignore[index]
+        if counts[status]
     ]
     parts = [f"{tests} compared" + (f": {', '.join(compared)}" if compared else "")]
     parts += [
@@ -271,9 +271,9 @@ def markdown(diff: ReportDiff, shown: int = 50) -> str:
 
 
 def _row(test: TestDiff) -> str:
-    before = test.base and figures.peak(test.base)
-    after = test.head and figures.peak(test.head)
-    change = figures.change_text(after, before) if before and after else ""
+    before = None if test.base is None else figures.peak(test.base)
+    after = None if test.head is None else figures.peak(test.head)
+    change = "" if after is None else figures.change_text(after, before)
     cells = (
         _label(test),
         code(test.nodeid, table=True),

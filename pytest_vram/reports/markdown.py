@@ -25,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200b-\u200f\u202a-\u202
 def document(report: Report, limit: int = LIMIT) -> str:
     """The whole report in at most ``limit`` characters: what does not fit is counted instead,
     the least grave first."""
-    head = [f"## {headline(report)}", *_remarks(report)]
+    head = [f"## {_sign(report)} {headline(report)}", *_remarks(report)]
     records = sorted(report.records, key=lambda one: figures.MOODS.index(figures.mood(one)))
     foot = _footer(report)
     room = limit - _length(head) - _length(foot) - 400  # the sentences about what is left out
@@ -45,16 +45,20 @@ def document(report: Report, limit: int = LIMIT) -> str:
 
 
 def headline(report: Report) -> str:
-    """``❌ GPU memory: 2 of 12 tests failed``."""
+    """``GPU memory: 2 of 12 tests failed``."""
     total, failed, warned = len(report.records), len(report.failed), len(report.warned)
     if not total:
-        return f"{SIGNS['warn']} GPU memory: no test was measured"
+        return "GPU memory: no test was measured"
     tests = "1 test" if total == 1 else f"{total} tests"
     if failed:
-        return f"{SIGNS['fail']} GPU memory: {failed} of {tests} failed"
-    if warned:
-        return f"{SIGNS['warn']} GPU memory: {tests} passed, {warned} with a remark"
-    return f"{SIGNS['ok']} GPU memory: {tests} passed"
+        return f"GPU memory: {failed} of {tests} failed"
+    return f"GPU memory: {tests} passed" + (f", {warned} with a remark" if warned else "")
+
+
+def _sign(report: Report) -> str:
+    if report.failed:
+        return SIGNS["fail"]
+    return SIGNS["ok"] if report.records and not report.warned else SIGNS["warn"]
 
 
 def _remarks(report: Report) -> list[str]:
