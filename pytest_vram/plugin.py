@@ -284,9 +284,11 @@ class Plugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         run = item.stash.get(self.run_key, None)
-        if run is not None and run.record is not None and call.when == "call":
-            # An attribute of the report travels from xdist's workers to the controller.
-            report.vram_record = run.record.to_dict()  # type: ignore[attr-defined]
+        if run is not None and call.when == "call":
+            if run.record is not None:
+                # An attribute of the report travels from xdist's workers to the controller.
+                report.vram_record = run.record.to_dict()  # type: ignore[attr-defined]
+            run.release()
         return report
 
     # ---- the controlling process

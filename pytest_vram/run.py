@@ -349,6 +349,13 @@ class ItemRun:
         ended = "" if outcome.error is None else _first_line(outcome.error)
         return PassRecord(outcome.kind, outcome.device, outcome.seconds, ended)
 
+    def release(self) -> None:
+        """Let go of traces and of the errors whose frames hold tensors: they would stay on the card
+        until the session ends."""
+        self._outcomes.clear()
+        self._extra_findings.clear()
+        self.record = None
+
     @property
     def ran(self) -> bool:
         """Whether any pass came to an end: else there is nothing to judge."""

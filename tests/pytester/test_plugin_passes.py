@@ -312,6 +312,32 @@ def test_x():
     assert outcomes(result) == {"passed": 1}
 
 
+def test_nothing_of_a_test_is_kept_until_the_session_ends(project: Project) -> None:
+    project.write("""
+import gc, weakref
+refs = []
+
+@pytest.mark.vram_budget("1 KiB")
+def test_over(vram):
+    model, optimizer, loss_fn = build(vram.device)
+    refs.append(weakref.ref(model))
+    vram.train(model, optimizer, loss_fn)
+
+@pytest.mark.vram_budget("1 GiB")
+def test_asserts(vram):
+    model, optimizer, loss_fn = build(vram.device)
+    refs.append(weakref.ref(model))
+    vram.train(model, optimizer, loss_fn)
+    assert vram.has_values
+
+def test_gone():
+    gc.collect()
+    assert len(refs) == 4 and [ref() for ref in refs] == [None] * 4
+""")
+    result = project.run(cpu=True)
+    assert outcomes(result) == {"failed": 1, "passed": 2}
+
+
 def test_leaks(project: Project) -> None:
     project.write(f"""
 KEPT = []
