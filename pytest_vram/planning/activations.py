@@ -127,7 +127,8 @@ def _norms(tower: Tower, f: Forward) -> Iterator[Saved]:
             yield Saved(f"{name} input in fp32", elements * 4)
             yield Saved(f"{name} statistics", f.tokens * 4)
             if f.lora is None:
-                yield Saved(f"{name} normalised", elements * p.residual)
+                wide = 4 if tower.norm_fp32 else p.residual
+                yield Saved(f"{name} normalised", elements * wide)
     qkv = ("qkv",) if tower.fused_qkv else ("q", "k", "v")
     ups = ("gate", "up") if tower.gated else ("up",)
     readers = qkv + ups if tower.norms == 1 else qkv
@@ -177,6 +178,8 @@ def _explicit(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
         yield Saved(f"{name} repeated k, v", extra, cut=True)
     if c != 4:
         yield Saved(f"{name} softmax cast", scores * c, cut=True, quadratic=True)
+    if tower.softcap:
+        yield Saved(f"{name} capped scores", scores * c, cut=True, quadratic=True)
     if f.dropout:
         yield Saved(f"{name} dropout", scores * (1 + c), cut=True, quadratic=True)
 

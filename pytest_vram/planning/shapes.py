@@ -87,7 +87,8 @@ class Tower:
     moe_layers: int = 0
     moe_ffn: int = 0
     fused_experts: bool = False  #: one tensor for all experts, as current libraries keep them
-    window: int = 0  #: sliding attention window; 0 for none
+    norm_fp32: bool = False  #: Gemma's RMSNorm multiplies by its weight in fp32
+    softcap: bool = False  #: a tanh over the attention scores (Gemma 2)
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn"):

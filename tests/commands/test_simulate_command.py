@@ -190,12 +190,12 @@ def test_search_bisects(script):
     result = run("search", *options, script(), "--batch-size", "{}00000")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
-    # x, two hidden tensors and the output: 20 KiB a sample kept, 16 KiB of gradients at the peak
+    # x, two hidden tensors and the output are kept, 20 KiB a sample; gradients come on top
     trials = {trial["value"]: trial["fits"] for trial in data["trials"]}
     best = data["best"]
     assert trials[best]
     assert not trials[best + 1]
-    assert data["trials"][0]["peak_allocated"] > 300_000 * 36 * 1024
+    assert data["trials"][0]["peak_allocated"] > 300_000 * 20 * 1024
 
 
 def test_search_needs_a_place_for_the_number(script):
