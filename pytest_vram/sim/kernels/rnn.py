@@ -160,13 +160,19 @@ def _output(hidden: Hidden) -> Tensor:
 
 
 def _mapped(hidden: Hidden, function: Callable[[Tensor], Tensor]) -> Hidden:
-    return tuple(map(function, hidden)) if isinstance(hidden, tuple) else function(hidden)
+    """The cell state first: the compiler of the wheels evaluates arguments from the right."""
+    if isinstance(hidden, tuple):
+        cx = function(hidden[1])
+        return function(hidden[0]), cx
+    return function(hidden)
 
 
 def _joined(parts: Sequence[Hidden]) -> Hidden:
     """``hidden_concat``."""
     if isinstance(parts[0], tuple):
-        return tuple(torch.cat(states, 0) for states in zip(*parts, strict=True))
+        hxs, cxs = zip(*parts, strict=True)
+        cx = torch.cat(list(cxs), 0)
+        return torch.cat(list(hxs), 0), cx
     return torch.cat(list(parts), 0)
 
 
@@ -262,7 +268,9 @@ def _stack(
         if dropout != 0 and train and layer < layers - 1:
             source = torch.dropout(source, dropout, True)
     if len(states) == 2:
-        return source, *(torch.stack(list(s), 0) for s in zip(*final, strict=True))
+        hy, cy = zip(*final, strict=True)
+        cells = torch.stack(list(cy), 0)
+        return source, torch.stack(list(hy), 0), cells
     return source, torch.stack(final, 0)
 
 
