@@ -43,6 +43,8 @@ class Watch:
         self._probes.capture = read_loss if values else None
         self._scaler = ScalerWatch(self._loop, self._probes)
         self._diagnosis = Diagnosis(self._loop.names, self._probes) if diagnose else None
+        if self._diagnosis is not None:
+            self._finite.on_found = self._diagnosis.stop
         # The loop first: the others ask it what was known until now.
         self._probes.listeners = (
             self._loop,

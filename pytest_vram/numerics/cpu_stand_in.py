@@ -217,10 +217,6 @@ def _is_pinned(func: Any, args: Any, kwargs: Any) -> Any:
     return False
 
 
-def _record_stream(func: Any, args: Any, kwargs: Any) -> None:
-    return None
-
-
 def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     """``parameter.data = value``: how ``Module.to`` moves a model."""
     result = func(*args, **kwargs)
@@ -255,7 +251,6 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     Tensor.get_device: _get_device,
     Tensor.pin_memory: _pin_memory,
     Tensor.is_pinned: _is_pinned,
-    Tensor.record_stream: _record_stream,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.type: _type,
     Tensor.shape.__get__: _plain,  # type: ignore[attr-defined]
@@ -318,6 +313,8 @@ def _patch_cuda(held: Patches) -> None:
         **dict.fromkeys(_NOTHING, nothing),
         **dict.fromkeys(_FIGURES, zero),
     )
+    # Its arguments are parsed before any mode is asked.
+    held.set(Tensor, "record_stream", nothing)
     held.replace(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
     accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
     if accelerator is not None:

@@ -87,6 +87,7 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refused: list[str] = []
         self.largest: dict[str, tuple[float, str]] = {}
         self._handles: list[Any] = []
+        self._until: int | None = None
 
     # ---- life
 
@@ -214,10 +215,15 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- what it comes to
 
+    def stop(self) -> None:
+        """The failure has been noticed: what follows is its consequence."""
+        if self._until is None:
+            self._until = len(self.births)
+
     def first(self, bad_loss: bool | None) -> Birth | None:
         """The birth that explains the failure. ``bad_loss``: True when the loss itself is not
         finite, False when only gradients are, None when there was no loss."""
-        births = [birth for birth in self.births if not birth.intended]
+        births = [birth for birth in self.births[: self._until] if not birth.intended]
         if bad_loss is False:
             backward = [birth for birth in births if birth.backward]
             return backward[0] if backward else (births[0] if births else None)

@@ -291,7 +291,7 @@ def _one_segment(lives: Lives, observed: Observed, recomputed: list[Life]) -> li
 
 def old_gradients(lives: Lives, observed: Observed) -> list[Finding]:
     """Gradients of an earlier step beside the new activations."""
-    if lives.peak_phase.name in ("backward", "optimizer", "setup", "between"):
+    if lives.peak_phase.name in ("optimizer", "setup", "between"):
         return []
     step = lives.peak_phase.step
     old = [
@@ -330,8 +330,8 @@ def loaded_twice(observed: Observed) -> list[Finding]:
             found.append(
                 _cause(
                     "warn",
-                    f"the state that was loaded at {line} is still alive beside the optimizer's "
-                    f"own copy: {format_bytes(size)} twice",
+                    f"the saved state that was loaded at {line} is still alive on the GPU beside "
+                    f"what was made of it: {format_bytes(size)} twice",
                     hint="load it to the CPU (torch.load(..., map_location='cpu')) and drop it "
                     f"(del checkpoint); saves {format_bytes(size)}",
                     bytes=size,

@@ -275,10 +275,21 @@ class MemoryWatch(Listener):
             self.observed.zero_keeps = line
 
     def optimizer_loaded(self, optimizer: Any, state: Any, line: str) -> None:
-        own = {id(t) for entry in optimizer.state.values() for t in _direct_tensors(entry)}
-        tensors = [t for t in _deep_tensors(state) if t.device.type == "cuda" and id(t) not in own]
+        self._loaded(state, _deep_tensors(list(optimizer.state.values())), line)
+
+    def module_loaded(self, module: nn.Module, state: Any, line: str) -> None:
+        self._loaded(state, iter([*module.parameters(), *module.buffers()]), line)
+
+    def _loaded(self, state: Any, own: Iterator[Tensor], line: str) -> None:
+        """What a saved state holds on the GPU beside the copy that was loaded from it."""
+        mine = {_storage(tensor) for tensor in own}
+        tensors = [
+            tensor
+            for tensor in _deep_tensors(state)
+            if tensor.device.type == "cuda" and _storage(tensor) not in mine
+        ]
         if tensors:
-            self._states.append((line, [weakref.ref(t) for t in tensors]))
+            self._states.append((line, [weakref.ref(tensor) for tensor in tensors]))
 
     def _states_alive(self) -> None:
         self.observed.loaded = []
@@ -305,6 +316,10 @@ def _direct_tensors(value: Any) -> Iterator[Tensor]:
         yield from (inner for inner in value if isinstance(inner, Tensor))
     elif type(value) is dict and len(value) < 1000:
         yield from (inner for inner in value.values() if isinstance(inner, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _deep_tensors(value: Any) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
 """NaN and inf: in the loss, in the gradients before the step, in the parameters after it.
 
 The watch itself allocates nothing on a GPU while memory is recorded. Finite checks use the fused
-kernel that GradScaler uses (``_amp_foreach_non_finite_check_and_unscale_``) with a factor of exactly
-1, which leaves every bit as it is. It knows no bfloat16 (aten/src/ATen/native/cuda/AmpKernels.cu,
+kernel of GradScaler (``_amp_foreach_non_finite_check_and_unscale_``) with a factor of exactly 1,
+which leaves every bit as it is. It knows no bfloat16 (aten/src/ATen/native/cuda/AmpKernels.cu,
 2.6 to 2.14), so those are copied, piece by piece, into an fp32 scratch buffer. Scalars and buffer
 are made before the recorded window. Losses are copied to pinned host memory without waiting and
 read once the optimizer's step has waited anyway.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from pytest_vram.findings import Finding
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
 from pytest_vram.numerics.probes import Backward, Listener, Update
-
 
 #: Elements of the scratch buffer for dtypes that the fused check does not know: 4 MiB.
 _SCRATCH = 1 << 20
@@ -99,7 +98,7 @@ def _pieces(tensors: list[Tensor]) -> Iterable[Tensor]:
     """The elements of contiguous tensors, at most a scratch buffer's worth at a time."""
     for tensor in tensors:
         if tensor.is_contiguous():
-            yield from tensor.view(-1).split(_SCRATCH)
+            yield from torch.split(tensor.view(-1), _SCRATCH)
 
 
 def _plain(tensor: Tensor) -> Tensor | None:
@@ -168,6 +167,7 @@ class FiniteWatch(Listener):
         self._loop, self._values = loop, values
         self.check = FiniteCheck()
         self.found: dict[str, Finding] = {}
+        self.on_found: Callable[[], None] = lambda: None
         self.losses: list[LossValue] = []
         self._updates = 0
         self._leaves: list[Tensor] = []
@@ -231,6 +231,7 @@ class FiniteWatch(Listener):
         earlier = [n.value for n in self.losses if math.isfinite(n.value)]
         if earlier:
             details.append(f"losses before: {', '.join(f'{v:.4g}' for v in earlier[-4:])}")
+        self.on_found()
         self.found["loss"] = Finding(
             "non-finite",
             "fail",
@@ -273,6 +274,7 @@ class FiniteWatch(Listener):
         last = self.losses[-1].value if self.losses else math.nan
         step = self._loop.step if self._loop.optimizers else self._loop.backward_step()
         loss = f"loss is finite ({last:.4g}) but " if math.isfinite(last) else ""
+        self.on_found()
         self.found["gradients"] = Finding(
             "non-finite",
             "fail",
@@ -302,6 +304,7 @@ class FiniteWatch(Listener):
         bad = self.check.bad(parameters)
         names = self._loop.names.names(bad)
         why = self._tiny_eps(update.optimizer)
+        self.on_found()
         self.found["parameters"] = Finding(
             "non-finite",
             "fail",

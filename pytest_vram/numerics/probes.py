@@ -111,6 +111,8 @@ class Listener:
 
     def optimizer_loaded(self, optimizer: Any, state: Any, line: str) -> None: ...
 
+    def module_loaded(self, module: nn.Module, state: Any, line: str) -> None: ...
+
     def autocast_cache_cleared(self) -> None: ...
 
     def checkpointed(self, function: Any, args: Any, reentrant: bool, line: str) -> None: ...
@@ -184,6 +186,7 @@ class Probes:
         self._patch(Optimizer, "load_state_dict", self._around_optimizer_load)
         self._patch(Optimizer, "zero_grad", self._around_zero_grad)
         self._patch(nn.Module, "zero_grad", self._around_zero_grad)
+        self._patch(nn.Module, "load_state_dict", self._around_module_load)
         self._patch_functions()
         for scheduler in [schedulers.LRScheduler, *_subclasses(schedulers.LRScheduler)]:
             if "step" in scheduler.__dict__:
@@ -227,8 +230,8 @@ class Probes:
         )
 
     def _tell(self, event: str, *args: Any) -> None:
-        # Modes of the test's (and the CPU stand-in's, which says that tensors are on a GPU) are not
-        # to see what the watch does.
+        # Modes of the test's (and the CPU stand-in's, which says that tensors are on a GPU) must
+        # not see what the watch does.
         methods = self._audience.get(event)
         if methods is None:
             methods = self._audience[event] = self._listening(event)
@@ -243,7 +246,7 @@ class Probes:
             self.telling = False
 
     def _listening(self, event: str) -> list[Callable[..., None]]:
-        """The methods of those who do more than nothing at ``event``: modules run by the hundred."""
+        """The methods of those who care for ``event``: modules run by the hundred."""
         nothing = getattr(Listener, event)
         return [
             getattr(listener, event)
@@ -434,6 +437,15 @@ class Probes:
         def load_state_dict(optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> None:
             load(optimizer, state, *args, **kwargs)
             self._tell("optimizer_loaded", optimizer, state, user_line())
+
+        return load_state_dict
+
+    def _around_module_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def load_state_dict(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+            result = load(module, state, *args, **kwargs)
+            self._tell("module_loaded", module, state, user_line())
+            return result
 
         return load_state_dict
 
