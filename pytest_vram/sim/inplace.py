@@ -17,23 +17,18 @@ from pytest_vram.sim.tensors import SimTensor, is_dense
 
 aten = torch.ops.aten
 
-#: Out of place in simulated backward, in place on the GPU, when the engine or one of its C++ nodes
-#: calls them on a tensor that nobody else holds:
-#: ``add``: gradients of one tensor that arrive from several users (autograd/input_buffer.cpp,
-#: ``can_accumulate_inplace``); ``index_put``: ``index_backward``; ``scatter_add``:
-#: ``gather_backward``; ``scatter``: ``value_selecting_reduction_backward`` (max, sort, topk ...);
-#: ``masked_fill``: ``norm_backward`` (FunctionsManual.cpp, TensorAdvancedIndexing.cpp).
-_IN_BACKWARD = {
-    aten.add.Tensor,
-    aten._unsafe_index_put.default,
-    aten.index_put.default,
-    aten.scatter_add.default,
-    aten.scatter.src,
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
+#: Nodes that write into a tensor which is always their own, and how their names begin; the same
+#: operators called by other nodes do copy (such as ``index_put`` of its own backward).
+#: ``_index_put_impl_``: ``index_backward``; ``scatter_add_``: ``gather_backward`` and
+#: ``cummaxmin_backward``; ``scatter_``: ``value_selecting_reduction_backward``
+#: (FunctionsManual.cpp, TensorAdvancedIndexing.cpp, ReduceOps.cpp).
+_FRESH = {
+    aten.index_put.default: ("IndexBackward",),
+    aten.scatter_add.default: ("Gather", "Cummax", "Cummin"),
+    aten.scatter.src: ("Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue", "Sort", "Topk"),
 }
 
-#: Operators that one node alone uses so: ``sub_`` and ``mul_`` in Loss.cpp.
+#: Nodes that do so only where nobody else holds the tensor: ``sub_`` and ``mul_`` in Loss.cpp.
 _OF_NODE = {
     aten.sub.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
     aten.mul.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
@@ -45,11 +40,8 @@ TWINS: dict[Any, tuple[Any, dict[str, Any]]] = {
     aten.sub.Tensor: (aten.sub_.Tensor, {}),
     aten.mul.Tensor: (aten.mul_.Tensor, {}),
     aten.index_put.default: (aten._index_put_impl_.default, {"unsafe": True}),
-    aten._unsafe_index_put.default: (aten._index_put_impl_.default, {"unsafe": True}),
     aten.scatter_add.default: (aten.scatter_add_.default, {}),
     aten.scatter.src: (aten.scatter_.src, {}),
-    aten.masked_fill.Scalar: (aten.masked_fill_.Scalar, {}),
-    aten.masked_fill.Tensor: (aten.masked_fill_.Tensor, {}),
 }
 
 #: References to the first operand that the dispatch itself holds while it asks; measured once per
@@ -82,23 +74,32 @@ def calibrate(make_leaf: Callable[[], torch.Tensor]) -> None:
     _alone = seen[0]
 
 
-def takes_over(func: Any, args: tuple[Any, ...], bias: Any) -> bool:
+#: Within a composite, every sum is one that the card writes into its first operand.
+EVERY_SUM = object()
+
+
+def takes_over(func: Any, args: tuple[Any, ...], added: Any) -> bool:
     """Whether this operator, called now, would have written into its first argument's block.
 
-    ``bias`` is the bias of the ``linear`` that is running, if any: its matmul's result is not a
-    leaf of anything yet, and ``output.add_(bias)`` writes into it (native/Linear.cpp).
+    ``added`` is what the composite that is running adds in place to a result of its own: the bias
+    of ``linear`` (native/Linear.cpp), or EVERY_SUM in the math attention, which adds the mask
+    (native/transformers/attention.cpp).
     """
-    if bias is not None and func is aten.add.Tensor:
-        return args[1] is bias and type(args[0]) is SimTensor
-    if func not in _IN_BACKWARD and func not in _OF_NODE:
+    if added is not None and func is aten.add.Tensor and type(args[0]) is SimTensor:
+        return added is EVERY_SUM or args[1] is added
+    if func not in TWINS:
         return False
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     first = args[0]
     if type(first) is not SimTensor or not first.is_cuda or not called_by_engine():
         return False
+    if func in _FRESH:
+        return _node().startswith(_FRESH[func])
     if func in _OF_NODE and _node() != _OF_NODE[func]:
         return False
+    # Gradients of one tensor that arrive from several users are added into the first
+    # (autograd/input_buffer.cpp, can_accumulate_inplace).
     if func is aten.add.Tensor and not _accumulates(first, args[1]):
         return False
     held, stored = counts(first)

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
+from pytest_vram.sim import values
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.tensors import SimTensor, adopt
 
@@ -39,11 +41,13 @@ class _Moved:
             self._buffers.append((weakref.ref(module), name, value))
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The state as it was when the optimizer was first seen stepping."""
+        """The state as it was when the optimizer was first seen stepping; what is simulated of it
+        was made inside, and is not kept from dying."""
         if not any(ref() is optimizer for ref, _ in self._states):
             state = {
                 key: dict(value) if isinstance(value, dict) else value
                 for key, value in optimizer.state.items()
+                if not any(type(leaf) is SimTensor for leaf in tree_leaves(value))
             }
             self._states.append((weakref.ref(optimizer), state))
 
@@ -70,7 +74,12 @@ def installed(simulation: Any) -> Iterator[None]:
     data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-        if type(self) is SimTensor or type(value) is SimTensor:
+        if type(self) is SimTensor and type(value) is SimTensor:
+            # Graph nodes hold the C++ tensor: it must stay and take the new storage, or the old
+            # one would live as long as the graph does.
+            data.__set__(self, value)
+            values.take_over(self, value)
+        elif type(self) is SimTensor or type(value) is SimTensor:
             grad = self.grad
             with torch.no_grad():
                 content = _like(self, value)
@@ -120,7 +129,7 @@ def _convert(param: torch.Tensor, fn: Callable[[Any], Any], moved: _Moved) -> No
     grad = param.grad
     if applied is not param:
         param.grad = None
-        if type(applied) is SimTensor or type(param) is SimTensor:
+        if (type(applied) is SimTensor) != (type(param) is SimTensor):
             content = _like(param, applied)
             del applied
             moved.move(param, content)

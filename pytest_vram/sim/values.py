@@ -59,6 +59,15 @@ def remember(tensor: SimTensor, value: torch.Tensor, dtype: torch.dtype | None =
     tensor.sim_value = (kept, _version(tensor))
 
 
+def take_over(tensor: SimTensor, source: SimTensor) -> None:
+    """``tensor.data = source`` has happened: device and value are ``source``'s too."""
+    for name in ("_fake_device", "fake_device"):
+        if name in source.__dict__:
+            tensor.__dict__[name] = source.__dict__[name]
+    value = known(source)
+    tensor.sim_value = None if value is None else (value, _version(tensor))
+
+
 def known(tensor: Any) -> torch.Tensor | None:
     """The value on the host, or None. Host tensors are their own value."""
     if type(tensor) is not SimTensor:
