@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 from pytest_vram.record import TestRecord
+from pytest_vram.reports.markdown import plain
 from pytest_vram.reports.model import Report
 from pytest_vram.trace import BILLS
 
@@ -40,7 +41,7 @@ COLUMNS = (
 )
 
 #: What makes a spreadsheet take a text for a formula (OWASP, "CSV Injection").
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = ("=", "+", "-", "@")
 
 
 def rows(report: Report) -> str:
@@ -91,6 +92,8 @@ def row(record: TestRecord) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(_FORMULA):
-        return f"'{value}"
-    return value
+    """Texts in one line, and none that a spreadsheet would compute."""
+    if not isinstance(value, str):
+        return value
+    text = plain(value)
+    return f"'{text}" if text.startswith(_FORMULA) else text

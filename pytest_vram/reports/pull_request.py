@@ -119,7 +119,7 @@ def pull_request(environ: Mapping[str, str]) -> int | None:
 
 def marker(environ: Mapping[str, str]) -> str:
     """The invisible first line by which a comment is found again."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", environ.get("VRAM_NAME", "")).replace("--", "-")
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", environ.get("VRAM_NAME", "")).strip("-")
     return f"<!-- pytest-vram: {name or 'vram'} -->"
 
 
