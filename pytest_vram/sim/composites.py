@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pytest_vram.sim import inplace
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.device import HANDLERS
 from pytest_vram.sim.kernels import attention
@@ -60,6 +61,7 @@ def replacements(simulation: Any) -> dict[str, Callable[..., Any]]:
         "to.other": _to_other,
         "dropout": dropout,
         "linear": functools.partial(_linear, simulation.mode),
+        "_scaled_dot_product_attention_math": functools.partial(_math_attention, simulation.mode),
         "scaled_dot_product_attention": functools.partial(
             attention.sdpa, card=simulation.card, chosen=simulation.attention_chosen
         ),
@@ -70,15 +72,28 @@ def _linear(
     mode: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """PyTorch's own ``linear``; a bias that it adds to a matmul's result is added in place."""
-    outer, mode.linear_bias = mode.linear_bias, bias
+    with _adding(mode, bias):
+        return _LINEAR(input, weight, bias)  # type: ignore[no-any-return]
+
+
+def _math_attention(mode: Any, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own math attention; it adds the mask to the scores in place."""
+    with _adding(mode, inplace.EVERY_SUM):
+        return _MATH(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _adding(mode: Any, what: Any) -> Iterator[None]:
+    outer, mode.added_in_place = mode.added_in_place, what
     try:
-        return _LINEAR(input, weight, bias)
+        yield
     finally:
-        mode.linear_bias = outer
+        mode.added_in_place = outer
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _LINEAR = functools.partial(aten.linear.default._op_dk, _COMPOSITE)
+_MATH = functools.partial(aten._scaled_dot_product_attention_math.default._op_dk, _COMPOSITE)
 
 
 def _to(

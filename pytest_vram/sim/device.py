@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from pytest_vram.sim import inplace, values
+from pytest_vram.sim.frames import storing_item
 from pytest_vram.sim.kernels import Card, attention
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
 
@@ -112,7 +113,7 @@ class SimMode(FakeTensorMode):
         self.cache_enabled = False  # ours below is keyed and applied in a tenth of the time
         self.ledger = ledger
         self.nested = 0
-        self.linear_bias: Any = None
+        self.added_in_place: Any = None  # by the composite that is running
         self._cacheable: dict[OpOverload, bool] = {}
 
     @property
@@ -182,7 +183,7 @@ class SimMode(FakeTensorMode):
             result, flat, recipe = self._from_scratch(func, types, args, kwargs, key, tensors)
             if flat is None:
                 return result
-        if inplace.takes_over(func, args, self.linear_bias):
+        if inplace.takes_over(func, args, self.added_in_place):
             self.ledger.in_place(func, args, kwargs, result)
         else:
             self.ledger.operator(func, args, kwargs, flat, recipe, on_gpu)
@@ -339,7 +340,11 @@ class SimMode(FakeTensorMode):
         named = None
         device = kwargs.get("device")
         if device is not None:
-            if func is aten.scalar_tensor.default and torch.device(device).type == "meta":
+            if (
+                func is aten.scalar_tensor.default
+                and torch.device(device).type == "meta"
+                and storing_item()
+            ):
                 # x[i] = 3: the number stays on the host where the tensor is_cuda()
                 # (python_variable_indexing.cpp, THPVariable_setitem)
                 return args, {**kwargs, "device": CPU}, CPU

@@ -3,6 +3,7 @@ models, not to PyTorch, pytest or this package."""
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 from functools import lru_cache
@@ -49,22 +50,34 @@ def describe(code: CodeType, line: int) -> str:
     return describe_line(code.co_filename, line, code.co_name)
 
 
+def _caller() -> FrameType | None:
+    """The Python frame from which C++ came to our dispatch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+        frame = frame.f_back
+    return frame
+
+
 def called_by_engine() -> bool:
     """Whether C++ autograd itself called the operator: no Python code between it and the engine."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PLUMBING):
-            return frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back
-    return False
+    frame = _caller()
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
+
+def storing_item() -> bool:
+    """Whether the Python statement that led here is ``tensor[...] = value``."""
+    frame = _caller()
+    return frame is not None and frame.f_code.co_code[frame.f_lasti] == _STORE_SUBSCR
+
+
+_STORE_SUBSCR = dis.opmap["STORE_SUBSCR"]
 
 #: What stands between an operator and our dispatch when Python did not call it.
 _PLUMBING = (
     os.path.join(_HERE, "sim"),
     os.path.join(_TORCH, "_compile.py"),
     os.path.join(_TORCH, "_dynamo"),
+    os.path.join(_TORCH, "_ops.py"),  # called from our own autocast kernels
     os.path.join(_TORCH, "utils", "_stats.py"),
     os.path.join(_TORCH, "_subclasses"),
 )
