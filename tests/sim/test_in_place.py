@@ -1,0 +1,106 @@
+"""Where backward writes in place on a card, and whose block an assignment to ``.data`` frees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_vram.sim import Simulation, find_profile
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gpu() -> Iterator[Simulation]:
+    with Simulation(find_profile("a100-80gb")) as simulation:
+        yield simulation
+
+
+def _allocations(gpu: Simulation, run: Callable[[], object]) -> list[tuple[str, int]]:
+    """Operator and requested MiB of every block of at least 1 MiB that ``run`` allocates."""
+    before = len(gpu.trace().allocations)
+    run()
+    made = gpu.trace().allocations[before:]
+    return [(a.operator, a.requested // MIB) for a in made if a.requested >= MIB]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_the_gradient_of_indexing_is_made_once(gpu: Simulation, autocast: bool) -> None:
+    table = nn.Parameter(torch.empty(4096, 1024, device="cuda"))
+    rows = torch.randint(0, 4096, (64,)).to("cuda")
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        loss = table[rows].sum()
+        made = _allocations(gpu, loss.backward)
+    assert made == [("aten::new_zeros", 16)]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_the_gradient_of_gather_is_made_once(gpu: Simulation, autocast: bool) -> None:
+    values = torch.empty(4096, 1024, device="cuda", requires_grad=True)
+    columns = torch.randint(0, 1024, (4096, 1)).to("cuda")
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        loss = values.gather(1, columns).sum()
+        made = _allocations(gpu, loss.backward)
+    assert made == [("aten::new_zeros", 16)]
+
+
+def test_the_gradient_of_masking_is_a_copy(gpu: Simulation) -> None:
+    values = torch.empty(4096, 1024, device="cuda", requires_grad=True)
+    mask = torch.zeros(4096, 1024, dtype=torch.bool, device="cuda")
+    loss = (values * 1).masked_fill_(mask, 0.0).sum()
+    made = _allocations(gpu, loss.backward)
+    assert made == [("aten::masked_fill", 16), ("aten::mul", 16)]
+
+
+def test_the_gradient_of_overwritten_rows_is_a_copy(gpu: Simulation) -> None:
+    values = torch.empty(4096, 1024, device="cuda", requires_grad=True)
+    rows = torch.randint(0, 4096, (8,)).to("cuda")
+    changed = values * 1
+    changed[rows] = torch.zeros(1024, device="cuda")
+    loss = (changed * 2).sum()
+    made = _allocations(gpu, loss.backward)
+    assert ("aten::index_put", 16) in made
+
+
+def test_new_data_frees_the_old_though_the_graph_lives(gpu: Simulation) -> None:
+    weight = nn.Parameter(torch.empty(4096, 1024, device="cuda"))
+    loss = (weight * 2).sum()
+    loss.backward()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        weight.data = weight.data - 0.1 * weight.grad.data
+    assert torch.cuda.memory_allocated() == before
+    assert loss.grad_fn is not None
+    assert weight.grad is not None
+
+
+def test_new_data_of_another_type_keeps_who_the_parameter_is(gpu: Simulation) -> None:
+    weight = nn.Parameter(torch.empty(4096, 1024, device="cuda"))
+    weight.data = weight.data.half()
+    assert isinstance(weight, nn.Parameter)
+    assert weight.requires_grad
+    assert weight.is_cuda
+    assert weight.dtype is torch.float16
+    assert torch.cuda.memory_allocated() == 8 * MIB
+
+
+def test_state_that_a_step_replaces_is_freed(gpu: Simulation) -> None:
+    class Momentum(torch.optim.Optimizer):
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__(parameters, {})
+            for parameter in parameters:
+                self.state[parameter]["mean"] = torch.zeros_like(parameter.data)
+
+        def step(self) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["mean"] = self.state[parameter]["mean"] * 0.9
+
+    weight = nn.Parameter(torch.empty(4096, 1024, device="cuda"))
+    optimizer = Momentum([weight])
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        optimizer.step()
+    assert torch.cuda.memory_allocated() == before
