@@ -90,5 +90,6 @@ def _any_order_of_frees(events: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Each run of frees in a row sorted by size."""
     made: list[tuple[str, int]] = []
     for kind, run in groupby(events, key=lambda event: event[0]):
-        made += sorted(run) if kind == "free" else list(run)
+        together = list(run)
+        made += sorted(together) if kind == "free" else together
     return made
