@@ -299,6 +299,9 @@ def register_kernel(library: Any, name: str, kernel: Callable[..., Any], key: st
     """``Library.impl`` over an existing kernel; the library's ``_destroy`` brings that one back."""
     import warnings
 
+    if not _override():
+        # Older versions refuse a second kernel from Python, by this list alone.
+        torch.library._impls.discard(f"{library.ns}/{name}/{key}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
         library.impl(name, kernel, key, **_override())
