@@ -17,7 +17,7 @@ import torch
 from pytest_vram.sim import inplace
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.device import HANDLERS
-from pytest_vram.sim.kernels import attention
+from pytest_vram.sim.kernels import attention, batchnorm, rnn
 from pytest_vram.sim.tensors import CUDA
 
 aten = torch.ops.aten
@@ -28,6 +28,9 @@ def installed(simulation: Any) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     mine: list[Any] = []
     try:
+        for name, function in rnn.META.items():
+            if operators([name]):
+                register_kernel(library, name, function, "Meta")
         for name, function in replacements(simulation).items():
             for _, operator in operators([name]):
                 register_kernel(library, name, function, "AutogradCUDA")
@@ -61,6 +64,9 @@ def replacements(simulation: Any) -> dict[str, Callable[..., Any]]:
         "to.other": _to_other,
         "dropout": dropout,
         "linear": functools.partial(_linear, simulation.mode),
+        "batch_norm": batchnorm.batch_norm,
+        "_cudnn_rnn_flatten_weight": rnn.flatten_weight,
+        **rnn.composites(simulation.card),
         "_scaled_dot_product_attention_math": functools.partial(_math_attention, simulation.mode),
         "scaled_dot_product_attention": functools.partial(
             attention.sdpa, card=simulation.card, chosen=simulation.attention_chosen

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from pytest_vram.sim import inplace, values
 from pytest_vram.sim.frames import storing_item
-from pytest_vram.sim.kernels import Card, attention
+from pytest_vram.sim.kernels import Card, attention, convolution
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
 
 aten = torch.ops.aten
@@ -98,6 +98,9 @@ _NOT_CACHEABLE: set[OpOverload] = {
 
 _SCALARS = (int, float, bool, str, type(None), complex)
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 class _Uncacheable(Exception):
@@ -218,7 +221,14 @@ class SimMode(FakeTensorMode):
         """PyTorch's own fake execution; what it calls inside belongs to this operator."""
         self.nested += 1
         try:
-            return self.dispatch(func, types, args, kwargs)
+            result = self.dispatch(func, types, args, kwargs)
+            if func in CONVOLUTIONS and self.nested == 1 and result is not NotImplemented:
+                single = isinstance(result, torch.Tensor)
+                results = [result] if single else list(result)
+                with self:
+                    results = convolution.laid_out(func, args, results, self.ledger.card)
+                return results[0] if single else tuple(results)
+            return result
         finally:
             self.nested -= 1
 
@@ -270,6 +280,8 @@ class SimMode(FakeTensorMode):
                 simulated = True
                 if tensor.__dict__["_fake_device"] is CUDA or tensor.is_cuda:
                     on_gpu = True
+        if func in CONVOLUTIONS:  # cuDNN or not decides the layout of results
+            key.append((self.ledger.card, torch._C._get_cudnn_enabled()))
         if not tensors or torch.is_inference_mode_enabled():
             key.append(torch.get_default_dtype())
             key.append(torch.is_inference_mode_enabled())

@@ -15,9 +15,10 @@ from torch._ops import OpOverload
 from pytest_vram.sim import composites, inplace, modules, torch_cuda
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
 from pytest_vram.sim.autocast import CastPolicy
-from pytest_vram.sim.device import Recipe, SimMode, parts_of
+from pytest_vram.sim.device import CONVOLUTIONS, Recipe, SimMode, parts_of
 from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, Workspace, program
+from pytest_vram.sim.kernels import convolution
 from pytest_vram.sim.kernels.attention import Choice
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
@@ -26,6 +27,8 @@ from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trac
 _RANK = {bill: rank for rank, bill in enumerate(BILLS)}
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
+
+CUDNN_WORKSPACE = "cuDNN convolution workspace"
 
 _ACTIONS = {
     "alloc": ("alloc",),
@@ -52,16 +55,13 @@ class Simulation:
     when another simulation is active in this thread.
     """
 
-    def __init__(
-        self, profile: Profile, *, alloc_conf: str | None = None, world_size: int = 1
-    ) -> None:
+    def __init__(self, profile: Profile, *, alloc_conf: str | None = None) -> None:
         if alloc_conf is None:
             alloc_conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get(
                 "PYTORCH_ALLOC_CONF", ""
             )
         self.profile = profile
         self.alloc_conf = alloc_conf
-        self.world_size = world_size
         self.card = Card(profile, VERSION)
         self._card_key = hash(self.card)
         self.allocator = CachingAllocator(
@@ -86,6 +86,7 @@ class Simulation:
         self._names: dict[OpOverload, str] = {}
         self._stack: contextlib.ExitStack | None = None
         self._quiet = False
+        self._bounds: dict[str, tuple[int, int]] = {}
         self.attention: list[tuple[str, Choice]] = []
 
     # -- entering and leaving ---------------------------------------------------------------
@@ -173,6 +174,7 @@ class Simulation:
             phases=list(self._phases),
             device=f"{self.profile.title} (simulated)",
             oom=self._oom,
+            bounds=dict(self._bounds),
             notes=tuple(self.notes),
         )
 
@@ -273,8 +275,10 @@ class Simulation:
     def _program(
         self, func: Any, args: Any, kwargs: Any, outputs: list[Any], recipe: Any
     ) -> Program | None:
+        key = (self._card_key, *_switches())
+        if func in CONVOLUTIONS:
+            self._bound(func, args, recipe, ("bounds", *key))
         if recipe is not None:
-            key = (self._card_key, *_switches())
             known = recipe.programs.get(key, False)
             if known is not False:
                 return known  # type: ignore[no-any-return]
@@ -283,6 +287,17 @@ class Simulation:
         if recipe is not None:
             recipe.programs[key] = steps
         return steps
+
+    def _bound(self, func: Any, args: Any, recipe: Recipe | None, key: tuple[Any, ...]) -> None:
+        """What cuDNN's closed heuristics may take on top: the widest range of any convolution."""
+        found = recipe.programs.get(key) if recipe is not None else None
+        if found is None:
+            found = convolution.workspace_bounds(func, args, self.card)
+            if recipe is not None:
+                recipe.programs[key] = found
+        low, high = self._bounds.get(CUDNN_WORKSPACE, (0, 0))
+        if found[1] > high:
+            self._bounds[CUDNN_WORKSPACE] = (low, found[1])
 
     def _thread(self) -> str:
         """Library handles belong to threads: the engine's thread runs backward."""

@@ -188,6 +188,7 @@ def installed(simulation: Any) -> Iterator[None]:
     """Replace what the simulation answers; everything comes back on leaving."""
     with patches() as held:
         _device_queries(held, simulation)
+        _cudnn(held, simulation)
         _memory(held, simulation)
         _streams(held, simulation)
         _random(held)
@@ -254,6 +255,16 @@ def _device_queries(held: Patches, simulation: Any) -> None:
         range_end=nothing,
         mark=nothing,
         range=lambda *a, **k: contextlib.nullcontext(),
+    )
+
+
+def _cudnn(held: Patches, simulation: Any) -> None:
+    """cuDNN of the simulated card: there, and of the version that the wheels bring."""
+    held.replace(
+        torch.backends.cudnn,
+        is_available=lambda: True,
+        version=lambda: simulation.card.cudnn_version,
+        _init=lambda: True,
     )
 
 
