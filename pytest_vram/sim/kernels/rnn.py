@@ -77,6 +77,16 @@ def gru_cell_backward(
         yield from _bias_gradient(4, gates, card)
 
 
+def meta_lstm_cell(
+    input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Meta kernel of ``aten::_thnn_fused_lstm_cell``: PyTorch's own fails without biases."""
+    hy = torch.empty_like(cx, memory_format=torch.contiguous_format)
+    workspace = torch.empty_like(input_gates, memory_format=torch.contiguous_format)
+    return hy, torch.empty_like(hy), workspace
+
+
 def meta_gru_cell(
     input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
@@ -474,7 +484,7 @@ def weight_buffer(params: Sequence[Tensor]) -> Tensor | None:
         return None
     elements = first.untyped_storage().nbytes() // first.element_size()
     with torch.no_grad():
-        return first.as_strided((elements,), (1,), 0)
+        return first.detach().as_strided((elements,), (1,), 0)
 
 
 def flatten_weight(
@@ -555,8 +565,9 @@ def meta_cudnn_rnn_backward(
 
 
 #: Meta kernels that FakeTensor needs for the operators above: ``Library.impl(name, function,
-#: "Meta")`` while a simulation lasts.
+#: "Meta")`` while a simulation lasts (some replace PyTorch's own, of which the dispatcher warns).
 META: dict[str, Callable[..., Any]] = {
+    "_thnn_fused_lstm_cell": meta_lstm_cell,
     "_thnn_fused_gru_cell": meta_gru_cell,
     "_thnn_fused_gru_cell_backward": meta_gru_cell_backward,
     "_cudnn_rnn": meta_cudnn_rnn,
