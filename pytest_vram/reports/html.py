@@ -205,7 +205,6 @@ def _label(record: TestRecord) -> str:
 
 def _data(record: TestRecord) -> dict[str, Any]:
     """Small enough for hundreds of tests in one page: differences, in the allocator's 512 bytes."""
-    losses = [loss if math.isfinite(loss) else str(loss) for loss in record.losses]
     return {
         "timeline": None if record.timeline is None else _timeline(record.timeline),
         "lines": _lines(record),
@@ -213,7 +212,6 @@ def _data(record: TestRecord) -> dict[str, Any]:
             [step.step, _plain(step.scale_before), _plain(step.scale_after), int(step.found_inf)]
             for step in record.scaler
         ],
-        "losses": losses,
     }
 
 
