@@ -258,7 +258,7 @@ class Plugin:
 
         before = item.stash.get(self.run_key, None)
         run = ItemRun(item, plain_id(item), budget, self.settings, self.session.store, self.worker)
-        run.say = self.progress.show
+        run.say = lambda text: self.progress.show(text and f"{item.name}: {text}")
         run.attempt = before.attempt + 1 if before is not None else 1
         item.stash[self.run_key] = run
 
