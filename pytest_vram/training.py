@@ -205,6 +205,8 @@ class MasterWeights:
         if not parameter.is_floating_point():
             return parameter
         master = nn.Parameter(parameter.detach().to(torch.float32))
+        # What the optimizer updates is named like the parameter that it stands for.
+        master._vram_name = name  # type: ignore[attr-defined]
         parameter.data = parameter.detach().to(dtype)
         self._loop.label(parameter, "parameters", name)
         self._loop.label(master, "master_weights", name)

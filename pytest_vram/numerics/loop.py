@@ -26,6 +26,13 @@ class GradientState:
     ever: bool = False  #: a backward has reached this parameter
     contributions: int = 0  #: backward passes since it was last empty or applied
     stacked_at: str = ""  #: line of a backward that added to a gradient already used
+    discarded_at: str = ""  #: line of a zero_grad that threw an unused gradient away
+
+    def used_up(self) -> bool:
+        """The gradient is the very one that an optimizer has used."""
+        parameter = self.parameter()
+        grad = parameter.grad if parameter is not None else None
+        return self.applied and grad is not None and self.applied_as == _fingerprint(grad)
 
 
 @dataclass(slots=True)
@@ -66,6 +73,7 @@ class Loop(Listener):
         self._stepped: set[int] = set()  # optimizers that stepped in this step
         self.forwards_since_update: dict[int, int] = {}  # per outermost module, with gradients
         self._ran: dict[int, int] = {}  # module -> number of the forward it last ran in
+        self._ran_without_graph: set[int] = set()
         self._update_forward = 0  # forwards when an optimizer last stepped
         self._before: dict[int, tuple[int, int]] = {}
         self.reached: list[Reached] = []
@@ -87,6 +95,11 @@ class Loop(Listener):
     def module_ran(self, module: nn.Module, output: Any) -> None:
         if torch.is_grad_enabled():
             self._ran[id(module)] = self.forwards
+        else:
+            self._ran_without_graph.add(id(module))
+
+    def ran_only_without_graph(self, module: nn.Module) -> bool:
+        return id(module) in self._ran_without_graph and id(module) not in self._ran
 
     def ran(self, module: nn.Module) -> bool:
         """Whether the module ever ran with gradients on."""
@@ -205,6 +218,7 @@ class Loop(Listener):
             self.reached.append(Reached(state, replace(state)))
             state.ever, state.applied, state.unscaled_at = True, False, ""
             state.contributions += 1
+            state.discarded_at = ""
             state.scale = state.produced = call.scale
         for record in self.optimizers.values():
             record.waiting = True
@@ -224,6 +238,8 @@ class Loop(Listener):
         for parameter in parameters:
             state = self.gradients.get(id(parameter))
             if state is not None:
+                if state.contributions:
+                    state.discarded_at = line
                 state.scale, state.applied, state.unscaled_at = 1.0, False, ""
                 state.contributions, state.stacked_at = 0, ""
 

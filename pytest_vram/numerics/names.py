@@ -73,6 +73,9 @@ class NameBook:
         return [self.name(parameter) for parameter in parameters]
 
     def _lookup(self, parameter: Tensor) -> str:
+        given = getattr(parameter, "_vram_name", "")  # a master weight of vram.train
+        if given:
+            return str(given)
         entry = self._parameters.get(id(parameter))
         if entry is not None and entry[0]() is parameter:
             return entry[1]

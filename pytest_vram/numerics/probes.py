@@ -103,6 +103,8 @@ class Listener:
     def scaler_called(self, call: ScalerCall) -> None:
         """After the call returned or raised."""
 
+    def clip_begins(self, clip: Clip) -> None: ...
+
     def clipped(self, clip: Clip) -> None: ...
 
     def scheduler_stepped(self, scheduler: Any) -> None: ...
@@ -320,7 +322,7 @@ class Probes:
         ``(scaler.scale(a) + scaler.scale(b)).backward()``."""
         by_node = {scaled.node: scaled for scaled in self._scaled if scaled.node >= 0}
         front = [root.grad_fn] if by_node else []
-        for _ in range(16):
+        for _ in range(64):
             node = front.pop(0) if front else None
             if node is None:
                 return None
@@ -491,10 +493,12 @@ class Probes:
         @functools.wraps(clip)
         def clip_gradients(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
             tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            norm = clip(tensors, limit, *args, **kwargs)
             owned = [p for p in tensors if isinstance(p, Tensor)]
-            self._tell("clipped", Clip(owned, clip.__name__, float(limit), user_line(), norm))
-            return norm
+            seen = Clip(owned, clip.__name__, float(limit), user_line())
+            self._tell("clip_begins", seen)
+            seen.norm = clip(tensors, limit, *args, **kwargs)
+            self._tell("clipped", seen)
+            return seen.norm
 
         return clip_gradients
 

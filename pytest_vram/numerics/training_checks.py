@@ -31,7 +31,7 @@ class Missing:
     name: str
     shape: tuple[int, ...]
     numel: int
-    why: str  #: cut, dropped, idle, sibling, unknown
+    why: str  #: cut, dropped, no_grad, idle, sibling, unknown
     optimizer: str = ""
 
 
@@ -65,6 +65,8 @@ class TrainingWatch(Listener):
         self._frozen: dict[int, int] = {}
         self._without_grad: dict[int, bool] = {}
         self.schedulers: list[tuple[str, int, int, int]] = []
+        self.still: list[tuple[str, int, bool, bool]] = []
+        self.unstepped: list[tuple[str, int, str]] = []
 
     # ---- which parameters have gradients
 
@@ -77,6 +79,7 @@ class TrainingWatch(Listener):
             self._without_grad[id(module)] = self._without_grad.get(id(module), True) and cut
 
     def backward_ends(self, call: Backward) -> None:
+        self._note_unstepped(call)
         if not self._loop.optimizers and not call.inside_step:
             parameters = [p for p in self._loop.names.parameters() if self._loop.used(p)]
             if self._worth_a_census(0):
@@ -105,6 +108,8 @@ class TrainingWatch(Listener):
             why = "cut"
         elif ran:
             why = "dropped"
+        elif any(self._loop.ran_only_without_graph(owner) for owner in owners):
+            why = "no_grad"
         elif any(self._has_running_sibling(owner) for owner in owners):
             why = "sibling"
         else:
@@ -112,16 +117,22 @@ class TrainingWatch(Listener):
         return Missing(name, tuple(parameter.shape), parameter.numel(), why, optimizer)
 
     def _has_running_sibling(self, module: nn.Module) -> bool:
-        """Experts, dropped layers: a module of the same kind under the same list did run."""
+        """Experts, dropped layers: a module of the same kind under the same list did run
+        (``experts.0``, or ``expert_0`` in a ModuleDict)."""
         for root in self._loop.names.roots():
             for parent in root.modules():
                 if not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):
                     continue
-                mine = [c for c in parent.children() if any(m is module for m in c.modules())]
-                others = [c for c in parent.children() if c not in mine]
+                children = list(parent.named_children())
+                mine = [
+                    (_stem(name), type(child))
+                    for name, child in children
+                    if any(inner is module for inner in child.modules())
+                ]
                 if mine and any(
-                    type(c) is type(mine[0]) and any(self._loop.ran(m) for m in c.modules())
-                    for c in others
+                    (_stem(name), type(child)) == mine[0]
+                    and any(self._loop.ran(inner) for inner in child.modules())
+                    for name, child in children
                 ):
                     return True
         return False
@@ -129,6 +140,7 @@ class TrainingWatch(Listener):
     # ---- what a step changes
 
     def update_begins(self, update: Update) -> None:
+        self.unstepped = []
         parameters = optimizer_parameters(update.optimizer)
         self._frozen = {id(p): version(p) for p in parameters if not p.requires_grad}
         if self._values:
@@ -192,6 +204,7 @@ class TrainingWatch(Listener):
                 self._compare(parameter, sample)
         if compare:
             self._note_stuck()
+            self._note_still(optimizer, record.updates)
 
     def _compare(self, parameter: Tensor, sample: _Sample) -> None:
         now = _piece(parameter)
@@ -211,6 +224,30 @@ class TrainingWatch(Listener):
             (self._loop.names.name(parameter), sample)
             for sample in self._samples.values()
             if (parameter := sample.parameter()) is not None and _is_stuck(sample)
+        ]
+
+    def _note_still(self, optimizer: Any, updates: int) -> None:
+        """(optimizer, updates, whether any rate was above 0, whether all gradients were 0)"""
+        name = self._loop.describe(optimizer)
+        self.still = [entry for entry in self.still if entry[0] != name]
+        samples = [s for p in optimizer_parameters(optimizer) if (s := self._sample(p)) is not None]
+        seen = [s.gradient for s in samples if s.gradient is not None]
+        if seen:
+            learning = any(sample.learning for sample in samples)
+            zero = not any(bool(gradient.any()) for gradient in seen)
+            self.still.append((name, updates, learning, zero))
+
+    def _note_unstepped(self, call: Backward) -> None:
+        records = self._loop.optimizers.values()
+        if any(record.attempts for record in records):
+            self.unstepped = []
+            return
+        self.unstepped = [
+            (self._loop.describe(optimizer), self._loop.backwards, call.line)
+            for record in records
+            if (optimizer := record.optimizer()) is not None
+            and self._loop.backwards >= 3
+            and any(p.grad is not None for p in optimizer_parameters(optimizer))
         ]
 
     def _frozen_moved(self, optimizer: Any, line: str) -> None:
@@ -255,6 +292,7 @@ class TrainingWatch(Listener):
             *self._untrained(trainable),
             *self._outside_pattern(trainable),
             *self._rounding(),
+            *self._standing_still(),
             *self._same_loss(),
             *self._scheduler_ahead(scaler_skips),
         ]
@@ -339,6 +377,29 @@ class TrainingWatch(Listener):
             )
         ]
 
+    def _standing_still(self) -> list[Finding]:
+        """No step changed anything: a rate of 0, gradients of 0, or no step at all."""
+        result = []
+        for name, updates, learning, zero in self.still:
+            if learning and not (zero and any(note.value for note in self._losses)):
+                continue
+            why = "every gradient is exactly 0" if learning else "its learning rate is 0"
+            hint = (
+                "the loss does not depend on the parameters' values (a factor 0, a saturated loss)"
+                if learning
+                else "check the schedule: a warm-up from 0 needs more steps, a finished one none"
+            )
+            sentence = f"{name} changed nothing in {updates} updates: {why}"
+            result.append(Finding("untrained", "fail", sentence, (), hint, {"updates": updates}))
+        for name, backwards, line in self.unstepped:
+            sentence = (
+                f"{name} was never stepped, though {backwards} backward passes gave its parameters "
+                f"gradients (the last at {line})"
+            )
+            hint = "call optimizer.step() after backward"
+            result.append(Finding("untrained", "fail", sentence, (), hint))
+        return result
+
     def _same_loss(self) -> list[Finding]:
         run = repeated_loss(self._losses)
         if run is None or self.moved < 1e-4:
@@ -395,6 +456,12 @@ _REASONS: tuple[tuple[str, str, str, str], ...] = (
         "the optimizer; trainable= in the marker declares what trains",
     ),
     (
+        "no_grad",
+        "fail",
+        "their modules ran only under torch.no_grad()",
+        "run the forward that is trained with gradients on",
+    ),
+    (
         "idle",
         "fail",
         "their modules did not run (unused branch)",
@@ -437,6 +504,10 @@ def _is_stuck(sample: _Sample) -> bool:
     if not sample.gradient.any():
         return False
     return sample.changed < 0.01 if sample.low_precision else sample.changed == 0.0
+
+
+def _stem(name: str) -> str:
+    return name.rstrip("0123456789")
 
 
 def _power_of_two(number: int) -> bool:

@@ -60,6 +60,7 @@ class WiringWatch(Listener):
         if update.scaler is not None:
             if id(update.optimizer) not in self._scaler(update.scaler).unscaled:
                 self._scale_changed(update.optimizer, update.scaler, update.line)
+                self._never_scaled(update)
             call = ScalerCall("step", update.scaler, update.line, update.optimizer)
             self._dtypes(call)
             self._lost_scaler_state(call, self._scaler(update.scaler))
@@ -69,6 +70,7 @@ class WiringWatch(Listener):
             self._beside_the_scaler(update)
         self._undivided_loss(update)
         self._never_zeroed(update)
+        self._thrown_away(update)
 
     def _refused(self, call: ScalerCall, seen: _ScalerSeen) -> None:
         """GradScaler raised: say in the terms of the loop what it could not say."""
@@ -138,6 +140,22 @@ class WiringWatch(Listener):
             hint="step all optimizers first, then call scaler.update() once",
             produced=was,
             divided=now,
+        )
+
+    def _never_scaled(self, update: Update) -> None:
+        """The scaler divides what was never multiplied."""
+        states = [self._loop.state(p) for p in optimizer_parameters(update.optimizer)]
+        fresh = [state for state in states if state.contributions]
+        now = self._loop_scale(update.scaler)
+        if not fresh or now in (None, 1.0) or any(state.produced != 1.0 for state in fresh):
+            return
+        self._add(
+            "not scaled",
+            f"scaler.step() at {update.line} divides the gradients of "
+            f"{self._loop.describe(update.optimizer)} by {now:g}, but backward started from a loss "
+            "that was not scaled: the update is lost",
+            hint="call scaler.scale(loss).backward()",
+            scale=now,
         )
 
     def _loop_scale(self, scaler: Any) -> float | None:
@@ -288,15 +306,23 @@ class WiringWatch(Listener):
 
     # ---- clipping and accumulation
 
+    def clip_begins(self, clip: Clip) -> None:
+        states = [self._loop.state(p) for p in clip.parameters if p.grad is not None]
+        if states and all(state.used_up() for state in states):
+            self._add(
+                "clip after step",
+                f"{clip.function} at {clip.line} comes after the optimizer's step: what it clips "
+                "has been applied already",
+                hint="clip between backward (or unscale_) and step",
+                kind="untrained",
+            )
+
     def clipped(self, clip: Clip) -> None:
-        scaled = [
-            (p, self._loop.state(p))
-            for p in clip.parameters
-            if p.grad is not None and self._loop.state(p).scale != 1.0
-        ]
+        states = [self._loop.state(p) for p in clip.parameters if p.grad is not None]
+        scaled = [state for state in states if state.scale != 1.0]
         if not scaled:
             return
-        scale = scaled[0][1].scale
+        scale = scaled[0].scale
         what = "a norm" if clip.function == "clip_grad_norm_" else "a value"
         details = []
         if self._values and clip.norm is not None and clip.function == "clip_grad_norm_":
@@ -359,6 +385,20 @@ class WiringWatch(Listener):
         parameters = [r.state.parameter() for r in reached]
         return "parameters: " + listed(
             self._loop.names.name(p) for p in parameters if p is not None
+        )
+
+    def _thrown_away(self, update: Update) -> None:
+        """zero_grad between backward and step: the optimizer has nothing to apply."""
+        states = [self._loop.state(p) for p in optimizer_parameters(update.optimizer)]
+        thrown = [state for state in states if state.discarded_at]
+        if not thrown or update.closure or any(state.contributions for state in states):
+            return
+        self._add(
+            "thrown away",
+            f"{self._loop.describe(update.optimizer)} steps at {update.line} without gradients: "
+            f"zero_grad at {thrown[0].discarded_at} cleared them after backward",
+            hint="the order is zero_grad, backward, step",
+            kind="untrained",
         )
 
     def _undivided_loss(self, update: Update) -> None:

@@ -230,12 +230,14 @@ def batches(fault: Fault) -> list[dict[str, Tensor]]:
 def vram_train(fault: Fault) -> None:
     from pytest_vram.marker import Budget as MarkerBudget
     from pytest_vram.passes import Pass
-    from pytest_vram.training import train
+    from pytest_vram.training import DTYPES, train
 
     model = fault.change(fault.net()).cuda()
     optimizer = fault.optimizer(model.parameters())
     budget = MarkerBudget(precision=fault.precision)
     data = batches(fault)
+    if fault.precision.endswith("-pure"):
+        data = [{**batch, "x": batch["x"].to(DTYPES[fault.precision])} for batch in data]
     current = Pass("numerics", torch.device("cuda", 0), budget, has_values=True)
     with current.undo:
         train(current, model, optimizer, lambda step: model(**data[step])["loss"],
@@ -323,3 +325,15 @@ def test_the_same_net_without_a_fault_is_silent(
     assert result.error is None
     assert result.findings == ()
     assert len(result.watch.losses) == STEPS
+
+
+@pytest.mark.parametrize("precision", ["fp16-pure", "bf16-pure"])
+@pytest.mark.filterwarnings("ignore")
+def test_master_weights_have_their_parameters_names(precision: str) -> None:
+    fault = Fault("none", "", "", precision=precision, optimizer=adam(1e-4))
+    wide = health(lambda: vram_train(fault), Budget(trainable="*"))
+    assert wide.error is None
+    assert wide.findings == ()
+    narrow = health(lambda: vram_train(fault), Budget(trainable="head.*"))
+    assert [f.kind for f in narrow.findings] == ["untrained"]
+    assert "first.weight, first.bias, norm.weight and norm.bias" in narrow.text()

@@ -182,6 +182,31 @@ def one_autocast_region_around_the_loop() -> None:
             optimizer.zero_grad()
 
 
+def zeroed_before_a_plain_step() -> None:
+    model, optimizer, _ = setting()
+    for _ in range(2):
+        model(x()).mean().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+def clip_after_the_step() -> None:
+    model, optimizer, _ = setting()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x()).mean().backward()
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def scale_forgotten() -> None:
+    model, optimizer, scaler = setting()
+    scaler.scale(torch.ones((), device="cuda"))
+    model(x()).mean().backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
 WRONG: dict[Callable[[], None], str] = {
     clip_by_value_before_unscale: r"clipped while scaled by 65536: clip_grad_value_ at .*test_wi",
     unscale_twice: r"unscale_\(\) was called twice for optimizer SGD before update\(\): first at "
@@ -203,6 +228,11 @@ WRONG: dict[Callable[[], None], str] = {
     loss_not_divided: r"4 micro-batches were accumulated at .* not divided by 4: each is a mean "
     r"\(MseLoss\), so gradients are 4 times too large.*\(loss / 4\)\.backward\(\)",
     loss_not_divided_under_a_scaler: r"3 micro-batches were accumulated .*not divided by 3",
+    zeroed_before_a_plain_step: r"optimizer SGD steps at .* without gradients: zero_grad at .* "
+    r"cleared them after backward",
+    clip_after_the_step: r"clip_grad_norm_ at .* comes after the optimizer's step",
+    scale_forgotten: r"scaler\.step\(\) at .* divides the gradients .* by 65536, but backward "
+    r"started from a loss that was not scaled",
     never_zeroed: r"gradients of earlier steps added in .*weight and bias",
     scaler_not_resumed: r"optimizer Adam.* resumes from a saved state \(loaded at .*\), but its "
     r"GradScaler starts anew at scale 65536",

@@ -1,0 +1,204 @@
+"""Does the step train what it should?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watched_loops import Budget, health
+
+from pytest_vram.numerics.nonfinite import LossValue
+from pytest_vram.numerics.training_checks import repeated_loss
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (8, 4)), device="cuda")
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[], Tensor],
+    count: int = 4,
+) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def only(body: Callable[[], None], **budget: Any) -> str:
+    (found,) = health(body, Budget(**budget)).findings
+    assert found.kind == "untrained"
+    assert found.severity == "fail"
+    return found.text()
+
+
+def test_a_loss_that_was_detached_half_way() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        loop(model, optimizer, lambda: model[1](model[0](x()).detach()).mean())
+
+    text = only(body)
+    assert text.startswith(
+        "2 of 4 trainable parameters of optimizer Adam have grad None after backward: 0.weight and "
+        "0.bias; their modules ran, but the loss does not depend on their output"
+    )
+    assert "0.weight [4, 4]" in text
+
+
+def test_modules_that_ran_without_gradients() -> None:
+    def body() -> None:
+        trunk, head = nn.Linear(4, 4).cuda(), nn.Linear(4, 1).cuda()
+        optimizer = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1)
+
+        def loss() -> Tensor:
+            with torch.no_grad():
+                hidden = trunk(x())
+            return head(hidden).mean()
+
+        loop(head, optimizer, loss)
+
+    text = only(body)
+    assert "trunk.weight and trunk.bias; their modules ran only under torch.no_grad()" in text
+
+
+def test_an_optimizer_that_holds_replaced_parameters() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0] = nn.Linear(4, 4).cuda()
+        loop(model, optimizer, lambda: model(x()).mean())
+
+    assert "the optimizer was built on another copy of the model" in only(body)
+
+
+def test_a_rate_of_zero() -> None:
+    def body() -> None:
+        model = nn.Linear(4, 1).cuda()
+        loop(model, torch.optim.SGD(model.parameters(), lr=0.0), lambda: model(x()).mean())
+
+    assert only(body).startswith(
+        "optimizer SGD changed nothing in 4 updates: its learning rate is 0"
+    )
+
+
+def test_gradients_of_zero() -> None:
+    def body() -> None:
+        model, data = nn.Linear(4, 1).cuda(), x()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop(model, optimizer, lambda: (data.sum() + 0 * model(data)).pow(2).mean())
+
+    assert "changed nothing in 4 updates: every gradient is exactly 0" in only(body)
+
+
+def test_an_optimizer_that_never_steps() -> None:
+    def body() -> None:
+        model = nn.Linear(4, 1).cuda()
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x()).mean().backward()
+
+    (found,) = [f for f in health(body).findings if f.severity == "fail"]
+    assert re.match(
+        r"optimizer SGD.* was never stepped, though 4 backward passes gave its parameters grad",
+        found.sentence,
+    )
+
+
+def test_frozen_parameters_that_momentum_moves() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(x()).mean().backward()
+        model[0].requires_grad_(False)
+        optimizer.step()
+
+    text = only(body)
+    assert "2 frozen parameters (requires_grad=False) were changed by the optimizer step at" in text
+    assert "0.weight and 0.bias" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_below_the_resolution(dtype: torch.dtype) -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)).cuda().to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-4, weight_decay=0.0)
+        loop(model, optimizer, lambda: model(x().to(dtype)).float().pow(2).mean())
+
+    text = only(body)
+    assert re.search(
+        rf"after 4 updates 100 % of the elements of \S+ are bit-identical although their "
+        rf"gradients are not zero: {str(dtype)[6:]} updates round to nothing",
+        text,
+    )
+    assert "fp32 master weights" in text
+
+
+def test_fp32_parameters_of_the_same_model_move() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+        loop(model, optimizer, lambda: model(x()).pow(2).mean())
+
+    assert health(body).findings == ()
+
+
+def test_few_small_gradients_in_bf16_prove_nothing_yet() -> None:
+    """With SGD the size of an update is the gradient's: three steps are too few to judge."""
+
+    def body() -> None:
+        model = nn.Linear(4, 1).cuda().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        loop(model, optimizer, lambda: model(x().bfloat16()).float().pow(2).mean(), count=3)
+
+    assert health(body).findings == ()
+
+
+def test_a_parameter_outside_the_pattern_and_one_inside_without_gradient() -> None:
+    def body() -> None:
+        model = nn.ModuleDict({"lora_a": nn.Linear(4, 4), "base": nn.Linear(4, 1),
+                               "lora_b": nn.Linear(4, 4)}).cuda()  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loop(model, optimizer, lambda: model["base"](model["lora_a"](x())).mean())
+
+    found = health(body, Budget(trainable="lora_*")).findings
+    assert [f.kind for f in found] == ["untrained", "untrained"]
+    text = "\n".join(f.text() for f in found)
+    assert "lora_b.weight and lora_b.bias; their modules did not run (unused branch)" in text
+    assert (
+        "2 parameters outside trainable='lora_*' received gradients: base.weight and base.bias; 25 "
+        "elements train instead of 20 (x1.25)" in text
+    )
+
+
+def test_what_is_left_out_of_the_optimizer_need_not_train() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        loop(model, optimizer, lambda: model(x()).mean())
+
+    assert health(body).findings == ()
+
+
+def losses(*values: float, updates: bool = True, dtype: str = "float32") -> list[LossValue]:
+    return [
+        LossValue(dtype, value, step=n, line="l", updates=n if updates else 0)
+        for n, value in enumerate(values)
+    ]
+
+
+def test_repeated_losses() -> None:
+    assert repeated_loss(losses(1.5, 1.5, 1.5)) is not None
+    assert repeated_loss(losses(1.5, 1.5)) is None
+    assert repeated_loss(losses(1.5, 1.5, 1.25)) is None
+    assert repeated_loss(losses(0.0, 0.0, 0.0)) is None
+    assert repeated_loss(losses(1.5, 1.5, 1.5, updates=False)) is None
+    assert repeated_loss(losses(1.5, 1.5, 1.5, dtype="bfloat16")) is None
