@@ -161,6 +161,7 @@ class Plugin:
             quiet=bool(self.worker) or config.get_verbosity() < 0 or bool(config.getini("log_cli")),
             captured=config.option.capture != "no",
         )
+        config.add_cleanup(self.progress.close)
 
     # ---- which items are marked
 

@@ -8,6 +8,7 @@ files, pipes, ``-q``, ``-s`` and live logs, where the test itself may write to t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -23,8 +24,11 @@ class Progress:
     """Shows one text at a time; ``show("")`` removes it. ``write`` is ``None`` where nothing may
     be shown."""
 
-    def __init__(self, write: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, write: Callable[[str], None] | None, close: Callable[[], None] | None = None
+    ) -> None:
         self._write = write
+        self._close = close
         self._shown = False
         self._running: dict[str, None] = {}
 
@@ -35,6 +39,13 @@ class Progress:
         body = f"{_SAVE}{_WRAP_OFF}  {_DIM}{clean}{_PLAIN}{_WRAP_ON}{_RESTORE}" if text else ""
         self._write(_ERASE + body)
         self._shown = bool(text)
+
+    def close(self) -> None:
+        """Nothing is shown from now on."""
+        self._write = None
+        if self._close is not None:
+            self._close()
+            self._close = None
 
     # ---- workers of pytest-xdist: the controller knows which tests run, not which pass
 
@@ -64,11 +75,11 @@ def to_terminal(out: TextIO, *, quiet: bool, captured: bool) -> Progress:
         handle = os.dup(out.fileno())
     except (OSError, ValueError, AttributeError):
         return Progress(None)
-    terminal = os.fdopen(handle, "w", encoding=getattr(out, "encoding", None), errors="replace")
+    encoding = getattr(out, "encoding", None) or "utf-8"
 
     def write(text: str) -> None:
         out.flush()
-        terminal.write(text)
-        terminal.flush()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            os.write(handle, text.encode(encoding, errors="replace"))
 
-    return Progress(write)
+    return Progress(write, lambda: os.close(handle))
