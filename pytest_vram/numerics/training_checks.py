@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_vram.findings import Finding
+from pytest_vram.findings import Finding, Severity
 from pytest_vram.numerics.loop import Loop, version
 from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
 from pytest_vram.numerics.nonfinite import LossValue
@@ -390,7 +390,9 @@ class TrainingWatch(Listener):
                 else "check the schedule: a warm-up from 0 needs more steps, a finished one none"
             )
             sentence = f"{name} changed nothing in {updates} updates: {why}"
-            result.append(Finding("untrained", "fail", sentence, (), hint, {"updates": updates}))
+            # A zero initialisation may sit where the gradient is 0: worth a remark.
+            severity: Severity = "note" if learning else "fail"
+            result.append(Finding("untrained", severity, sentence, (), hint, {"updates": updates}))
         for name, backwards, line in self.unstepped:
             sentence = (
                 f"{name} was never stepped, though {backwards} backward passes gave its parameters "
