@@ -246,7 +246,9 @@ class Loop(Listener):
     def update_begins(self, update: Update) -> None:
         record = self.record(update.optimizer)
         record.attempts += 1
-        if record.waiting and id(update.optimizer) in self._stepped:
+        # A closure's backward runs inside the step, so nothing can be waiting before it.
+        fresh = record.waiting or update.closure
+        if fresh and id(update.optimizer) in self._stepped:
             self.step += 1
             self._stepped.clear()
         self._stepped.add(id(update.optimizer))

@@ -296,6 +296,9 @@ class FiniteWatch(Listener):
         if not update.applied:
             return
         self._updates += 1
+        if update.closure and update.scaler is None:
+            # Its gradients came to be inside the step (Lightning steps every optimizer so).
+            self._judge_gradients(optimizer_parameters(update.optimizer), update.line)
         if "parameters" in self.found or not _worth_checking(self._updates):
             return
         parameters = optimizer_parameters(update.optimizer)

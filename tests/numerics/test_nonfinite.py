@@ -79,6 +79,31 @@ def test_exploding_parameters() -> None:
     assert "learning rate" in found.hint or "derivative" in found.hint
 
 
+def test_loops_that_give_the_optimizer_a_closure() -> None:
+    """Lightning runs forward and backward inside ``optimizer.step(closure)``."""
+
+    def body() -> None:
+        model = nn.Linear(4, 1).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                out = model(x())
+                loss = (out * 0).abs().sqrt().mean() if step == 1 else out.pow(2).mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    (found,) = health(body).findings
+    assert re.match(
+        r"loss is finite \(0\) but the gradient of weight and bias is not finite at step 2",
+        found.sentence,
+    )
+    assert "backward of sqrt" in found.text()
+
+
 def test_adam_whose_eps_is_zero_in_half_precision() -> None:
     def body() -> None:
         model = nn.Linear(4, 4).cuda().half()
