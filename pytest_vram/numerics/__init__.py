@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from pytest_vram.findings import Finding
-from pytest_vram.numerics.cpu_stand_in import CpuStandIn, too_large
+from pytest_vram.numerics.cpu_stand_in import CpuStandIn
 from pytest_vram.numerics.diagnosis import Birth, Diagnosis
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import FiniteWatch, read_loss
@@ -19,7 +19,7 @@ from pytest_vram.numerics.scaler import ScalerHistory, ScalerWatch, judge
 from pytest_vram.numerics.training_checks import TrainingWatch
 from pytest_vram.numerics.wiring import WiringWatch
 
-__all__ = ["CpuStandIn", "ScalerHistory", "Watch", "too_large"]
+__all__ = ["CpuStandIn", "ScalerHistory", "Watch"]
 
 
 class Watch:

@@ -10,7 +10,7 @@ Values are then those of the CPU's kernels in the dtypes of a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -27,20 +27,6 @@ from pytest_vram.sim.torch_cuda import Event, Stream
 _MARK = "_vram_on_cuda"
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
-
-#: Above this many parameter updates (elements times steps) a CPU takes minutes.
-LARGEST = 400_000_000
-
-
-def too_large(model: nn.Module, steps: int = 4) -> str | None:
-    """Why ``steps`` training steps of ``model`` are not run on the CPU; None when they are."""
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    if elements * steps <= LARGEST:
-        return None
-    return (
-        f"numerics were not checked: {elements:,} parameters x {steps} steps are too much for a "
-        f"CPU run (limit {LARGEST:,}); --vram-numerics cpu runs them all the same"
-    )
 
 
 class CpuStandIn(TorchFunctionMode):
@@ -420,18 +406,3 @@ def _patch_autocast(held: Patches, policy: CastPolicy, stack: contextlib.ExitSta
         clear()
 
     held.set(torch, "clear_autocast_cache", clear_autocast_cache)
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and PyTorch's generators start from ``seed`` and are put back after."""
-    import random
-
-    state, torch_state = random.getstate(), torch.get_rng_state()
-    random.seed(seed)
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        torch.set_rng_state(torch_state)
