@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from pytest_vram.sim import inplace, values
 from pytest_vram.sim.frames import storing_item
-from pytest_vram.sim.kernels import Card, attention, convolution
+from pytest_vram.sim.kernels import Card, attention, convolution, rnn
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
 
 aten = torch.ops.aten
@@ -547,6 +547,52 @@ def _copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     values.fill_host(target, source)
     return target
+
+
+@_handles(aten._pack_padded_sequence.default)
+def _pack(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Packing reads the lengths, which lie on the host."""
+    source, lengths, batch_first = args
+    known = values.known(lengths)
+    if known is None or not isinstance(source, SimTensor):
+        return NotImplemented
+    ends = [int(length) for length in known]
+    if min(ends) <= 0:
+        raise RuntimeError("Length of all samples has to be greater than 0")
+    sizes = rnn.packed_sizes(ends)
+    rest = source.shape[2:]
+    elem = torch.empty((sum(ends), *rest), dtype=source.dtype, device=META)
+    data = wrap(mode, elem, source.device)
+    mode.ledger.operator(func, (source, known, batch_first), kwargs, [data], None, source.is_cuda)
+    return data, torch.tensor(sizes, dtype=torch.int64)
+
+
+@_handles(
+    *[
+        op
+        for op in (getattr(getattr(aten, "_grouped_mm", None), "default", None),)
+        if op is not None
+    ]
+)
+def _grouped_mm(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """PyTorch's meta kernel only knows bfloat16; CUDA multiplies the groups one by one in any
+    floating type (native/cuda/GroupedBlas.cpp, ``_grouped_mm_fallback``)."""
+    first, second = args[0], args[1]
+    if first.dtype is torch.bfloat16 or first.dtype is not second.dtype:
+        return NotImplemented
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = offsets.shape[0] if offsets is not None else 0
+    if first.dim() == 2 and second.dim() == 2:
+        shape: tuple[int, ...] = (groups, first.shape[0], second.shape[1])
+    elif first.dim() == 2:
+        shape = (first.shape[0], second.shape[2])
+    elif second.dim() == 2:
+        shape = (first.shape[1], second.shape[1])
+    else:
+        shape = (first.shape[0], first.shape[1], second.shape[2])
+    out = wrap(mode, torch.empty(shape, dtype=first.dtype, device=META), CUDA)
+    mode.ledger.operator(func, args, kwargs, [out], None, True)
+    return out
 
 
 def tree_tensors(tree: Any) -> list[torch.Tensor]:

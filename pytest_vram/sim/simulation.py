@@ -19,7 +19,7 @@ from pytest_vram.sim.device import CONVOLUTIONS, Recipe, SimMode, parts_of
 from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, Workspace, program
 from pytest_vram.sim.kernels import convolution
-from pytest_vram.sim.kernels.attention import Choice
+from pytest_vram.sim.kernels.attention import Choice, default_cudnn
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
@@ -62,7 +62,7 @@ class Simulation:
             )
         self.profile = profile
         self.alloc_conf = alloc_conf
-        self.card = Card(profile, VERSION)
+        self.card = Card(profile, VERSION, cudnn_version=default_cudnn(VERSION))
         self._card_key = hash(self.card)
         self.allocator = CachingAllocator(
             profile.memory,

@@ -260,8 +260,9 @@ def _device_queries(held: Patches, simulation: Any) -> None:
 
 def _cudnn(held: Patches, simulation: Any) -> None:
     """cuDNN of the simulated card: there, and of the version that the wheels bring."""
+    module = torch.backends.cudnn
     held.replace(
-        torch.backends.cudnn,
+        getattr(module, "m", module),  # behind the object that serves its switches as properties
         is_available=lambda: True,
         version=lambda: simulation.card.cudnn_version,
         _init=lambda: True,

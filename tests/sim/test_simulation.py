@@ -265,3 +265,27 @@ def test_checkpointing_lowers_the_peak(gpu: Simulation) -> None:
         return torch.cuda.max_memory_allocated()
 
     assert peak(True) < peak(False) - 3 * 512 * 1024 * 4
+
+
+def test_packed_sequences_run_on_lengths_of_the_host(gpu: Simulation) -> None:
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    lstm = nn.LSTM(32, 64, 2, batch_first=True).cuda()
+    batch = torch.randn(6, 20, 32, device="cuda", requires_grad=True)
+    lengths = torch.tensor([20, 17, 17, 9, 4, 4])
+    packed = pack_padded_sequence(batch, lengths, batch_first=True)
+    assert packed.data.shape == (71, 32)
+    assert packed.batch_sizes.tolist() == [6] * 4 + [4] * 5 + [3] * 8 + [1] * 3
+    out, found = pad_packed_sequence(lstm(packed)[0], batch_first=True)
+    assert out.shape == (6, 20, 64)
+    assert found.tolist() == lengths.tolist()
+    out.sum().backward()
+    assert batch.grad is not None
+
+
+def test_groups_are_multiplied_in_any_floating_type(gpu: Simulation) -> None:
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    tokens, experts = torch.randn(64, 32, device="cuda"), torch.randn(4, 32, 48, device="cuda")
+    ends = torch.tensor([16, 32, 48, 64], dtype=torch.int32, device="cuda")
+    assert torch._grouped_mm(tokens, experts, offs=ends).shape == (64, 48)

@@ -632,3 +632,34 @@ def cudnn_backward(
         yield Out(3)
     yield Give("workspace")
     yield from (Give(key) for key in reversed(keys))
+
+
+# ---------------------------------------------------------------------------------------- packing
+
+
+def packed_sizes(lengths: Sequence[int]) -> list[int]:
+    """How many of the sequences (sorted, longest first) are still running at each step."""
+    return [sum(length > step for length in lengths) for step in range(lengths[0])]
+
+
+@rule("aten::_pack_padded_sequence")
+def pack_padded_sequence(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Steps that equally many sequences reach are copied together unless they already lie in one
+    piece, then concatenated (ATen/native/PackedSequence.cpp, ``_pack_padded_sequence``)."""
+    source, lengths, batch_first = args
+    line = source.transpose(0, 1) if batch_first else source
+    batch, row = int(line.shape[1]), size_of(line) // max(1, int(line.shape[0] * line.shape[1]))
+    copies, before = 0, 0
+    for index in range(batch):
+        length = int(lengths[batch - 1 - index])
+        if length > before:
+            running = batch - index
+            if running < batch and length - before > 1 or not line.is_contiguous():
+                copies += 1
+                yield Take(f"part{copies}", (length - before) * running * row, "steps in one piece")
+            before = length
+    yield Out(0)
+    for number in range(1, copies + 1):
+        yield Give(f"part{number}")
