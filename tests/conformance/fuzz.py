@@ -138,7 +138,9 @@ def spec_of(seed: int) -> Spec:
     width = r.choice((16, 24, 33, 64, 128, 256, 512))
     length = r.choice((7, 16, 32, 64, 100, 128, 256))
     shape: Shape = {
-        "dense": r.choice(((batch * length, width), (batch, length, width), (batch * 32, width * 2))),
+        "dense": r.choice(
+            ((batch * length, width), (batch, length, width), (batch * 32, width * 2))
+        ),
         "tokens": (batch, length, width),
         "image": (batch, r.choice((1, 3, 4)), r.choice((8, 16, 28, 32)), r.choice((8, 16, 28, 32))),
     }[entry]
@@ -290,7 +292,11 @@ def _call(wrapper: str, name: str) -> list[str]:
 def _batch(spec: Spec) -> list[str]:
     o, shape = spec.options, spec.shape
     where = "device=device" if o["source"] == "device" else ""
-    moved = {"device": "", "host": ".to(device)", "pinned": ".pin_memory().to(device, non_blocking=True)"}
+    moved = {
+        "device": "",
+        "host": ".to(device)",
+        "pinned": ".pin_memory().to(device, non_blocking=True)",
+    }
     if spec.entry == "tokens":
         made = f"torch.randint(0, 4000, {shape[:-1]}, {where})"
     else:
@@ -441,11 +447,19 @@ class Side:
             self.process = None
 
 
-STUB_CARDS = {"a100": "a100-80gb", "h100": "h100-80gb", "t4": "t4", "l4": "l4", "rtx4090": "rtx4090"}
+STUB_CARDS = {
+    "a100": "a100-80gb",
+    "h100": "h100-80gb",
+    "t4": "t4",
+    "l4": "l4",
+    "rtx4090": "rtx4090",
+}
 
 
 @contextlib.contextmanager
-def both(reference: str, card: str) -> Iterator[Callable[[str], tuple[dict[str, Any], dict[str, Any]]]]:
+def both(
+    reference: str, card: str
+) -> Iterator[Callable[[str], tuple[dict[str, Any], dict[str, Any]]]]:
     """``(reference, simulated)`` figures of a program."""
     left = Side([reference], [], {"STUB_DEVICE": card})
     right = Side([sys.executable], ["--simulate", STUB_CARDS[card]], {})
@@ -465,7 +479,8 @@ def both(reference: str, card: str) -> Iterator[Callable[[str], tuple[dict[str, 
 def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
     """What differs, or ``""``. A program that fails on both sides says nothing."""
     if "error" in theirs:
-        same = "error" in mine or "not implemented" in theirs["error"]
+        # Triton loads a driver of its own, which the stub does not stand for
+        same = "error" in mine or ".triton" in theirs["error"]
         return "" if same else f"only the reference fails: {theirs['error'][:200]}"
     if "error" in mine:
         return f"only the simulation fails: {mine['error'][:400]}"
@@ -562,10 +577,10 @@ def shrunk(arguments: argparse.Namespace) -> None:
             theirs, mine = run(source)
             return "error" not in theirs and bool(
                 streams_differ(theirs, mine) if arguments.streams else difference(theirs, mine)
-            ) and ("error" in mine) == failing  # fmt: skip
+            ) and mine.get("error", "")[:50] == failing  # fmt: skip
 
         spec = spec_of(int(arguments.what))
-        failing = "error" in run(render(spec))[1]
+        failing = run(render(spec))[1].get("error", "")[:50]
         if not differs(render(spec)):
             print("both sides are equal")
             return

@@ -33,7 +33,9 @@ def _of_values(r: Random, autocast: bool) -> list[str]:
     if name == "none":
         return [f"loss = F.mse_loss(x, {target}, reduction='none').mean()"]
     if name == "kl_div":
-        return [f"loss = F.kl_div(F.log_softmax(x, -1), {target}.softmax(-1), reduction='batchmean')"]
+        return [
+            f"loss = F.kl_div(F.log_softmax(x, -1), {target}.softmax(-1), reduction='batchmean')"
+        ]
     if name == "gaussian_nll_loss":
         return [f"loss = F.gaussian_nll_loss(x, {target}, torch.ones_like(x))"]
     if name == "binary_cross_entropy":

@@ -115,7 +115,9 @@ def gate(r: Random, s: Shape) -> Code | None:
     dim = _dim(r, s)
     if s[dim] % 2 or s[dim] < 4:
         return None
-    f = r.choice(["a * b.sigmoid()", "F.silu(a) * b", "torch.maximum(a, b)", "a + b * b", "a.addcmul(a, b)"])
+    f = r.choice(
+        ["a * b.sigmoid()", "F.silu(a) * b", "torch.maximum(a, b)", "a + b * b", "a.addcmul(a, b)"]
+    )
     return "", f"a, b = x.chunk(2, {dim})\nx = {f}\ndel a, b"
 
 
@@ -147,7 +149,14 @@ def feed_forward(r: Random, s: Shape) -> Code | None:
     act = r.choice(["GELU()", "ReLU()", "SiLU()", "Tanh()", "ReLU(inplace=True)"])
     return (
         f"nn.Sequential(nn.Linear({n}, {h}), nn.{act}, nn.Linear({h}, {n}))",
-        r.choice(["x = x + @(x)", "y = @(x)\nx = x + y\ndel y", "x = @(x)", "x = F.layer_norm(x + @(x), x.shape[-1:])"]),
+        r.choice(
+            [
+                "x = x + @(x)",
+                "y = @(x)\nx = x + y\ndel y",
+                "x = @(x)",
+                "x = F.layer_norm(x + @(x), x.shape[-1:])",
+            ]
+        ),
     )
 
 
@@ -188,7 +197,7 @@ def convolution(r: Random, s: Shape) -> Code | None:
 @part(2.0)
 def norm(r: Random, s: Shape) -> Code | None:
     kinds = [
-        f"nn.LayerNorm({list(s[-r.randint(1, min(2, len(s))):])}, elementwise_affine={_flag(r, 0.8)})",
+        f"nn.LayerNorm({list(s[-r.randint(1, min(2, len(s))) :])}, elementwise_affine={_flag(r, 0.8)})",
         f"nn.LayerNorm({s[-1]}, bias={_flag(r)})",
         f"nn.RMSNorm({s[-1]}, elementwise_affine={_flag(r, 0.8)})",
     ]
@@ -198,7 +207,9 @@ def norm(r: Random, s: Shape) -> Code | None:
         kinds += [f"nn.BatchNorm{rank}d({options})"] * 2
         if len(s) > 2 and math.prod(s[2:]) > 1:
             kinds += [f"nn.InstanceNorm{rank}d({options})"]
-        kinds += [f"nn.GroupNorm({r.choice(_divisors(s[1], 32))}, {s[1]}, affine={_flag(r, 0.8)})"] * 2
+        kinds += [
+            f"nn.GroupNorm({r.choice(_divisors(s[1], 32))}, {s[1]}, affine={_flag(r, 0.8)})"
+        ] * 2
         if len(s) > 2:
             kinds += [f"nn.LocalResponseNorm({r.choice((2, 3, 5))})"]
     return r.choice(kinds), "x = @(x)"
@@ -260,7 +271,9 @@ def resize(r: Random, s: Shape) -> Code | None:
     corners = f", align_corners={_flag(r)}" if "linear" in mode or mode == "bicubic" else ""
     options = [f"x = F.interpolate(x, scale_factor=2, mode='{mode}'{corners})"]
     if mode in ("bilinear", "bicubic"):
-        options += [f"x = F.interpolate(x, size={(s[2] + 1) // 2, (s[3] + 1) // 2}, mode='{mode}', antialias=True)"]
+        options += [
+            f"x = F.interpolate(x, size={(s[2] + 1) // 2, (s[3] + 1) // 2}, mode='{mode}', antialias=True)"
+        ]
     if rank == 2 and s[1] % 4 == 0:
         options += ["x = F.pixel_shuffle(x, 2)", "x = F.channel_shuffle(x, 2)"]
     if rank == 2 and s[2] % 2 == s[3] % 2 == 0:
@@ -275,9 +288,15 @@ def resize(r: Random, s: Shape) -> Code | None:
 @part()
 def pad(r: Random, s: Shape) -> Code | None:
     rank = len(s) - 2
-    options = ["x = F.pad(x, (1, 2))", "x = F.pad(x, (0, 1, 0, 1), value=1.0)" if len(s) > 1 else "x = F.pad(x, (2, 0))"]
+    options = [
+        "x = F.pad(x, (1, 2))",
+        "x = F.pad(x, (0, 1, 0, 1), value=1.0)" if len(s) > 1 else "x = F.pad(x, (2, 0))",
+    ]
     if rank in (1, 2, 3) and min(s[2:]) > 2:
-        options += [f"x = F.pad(x, {(1, 1) * rank}, mode='{mode}')" for mode in ("reflect", "replicate", "circular")]
+        options += [
+            f"x = F.pad(x, {(1, 1) * rank}, mode='{mode}')"
+            for mode in ("reflect", "replicate", "circular")
+        ]
     return "", r.choice(options)
 
 
@@ -410,11 +429,14 @@ def experts(r: Random, s: Shape) -> Code | None:
     if math.prod(s[:-1]) > 8192 or s[-1] > 512:
         return None
     k = r.choice((2, 3, 4))
-    return f"nn.ModuleList([nn.Linear({s[-1]}, {k}), *(nn.Linear({s[-1]}, {s[-1]}) for _ in range({k}))])", (
-        f"w, i = @[0](x).softmax(-1).topk({k - 1}, dim=-1)\n"
-        f"g = torch.zeros_like(@[0](x)).scatter(-1, i, w)\n"
-        f"x = (torch.stack([m(x) for m in @[1:]], -2) * g.unsqueeze(-1)).sum(-2)\n"
-        "del w, i, g"
+    return (
+        f"nn.ModuleList([nn.Linear({s[-1]}, {k}), *(nn.Linear({s[-1]}, {s[-1]}) for _ in range({k}))])",
+        (
+            f"w, i = @[0](x).softmax(-1).topk({k - 1}, dim=-1)\n"
+            f"g = torch.zeros_like(@[0](x)).scatter(-1, i, w)\n"
+            f"x = (torch.stack([m(x) for m in @[1:]], -2) * g.unsqueeze(-1)).sum(-2)\n"
+            "del w, i, g"
+        ),
     )
 
 
@@ -521,15 +543,27 @@ def indexed(r: Random, s: Shape) -> Code | None:
 def product(r: Random, s: Shape) -> Code | None:
     n, k = s[-1], r.choice((1, 3, 16, 65, 128))
     w = f"torch.randn({n}, {k}, device=x.device, dtype=x.dtype)"
-    options = [f"x = x @ {w}", f"x = torch.matmul(x, {w})", f"x = torch.einsum('...i,io->...o', x, {w})", f"x = torch.tensordot(x, {w}, 1)"]
+    options = [
+        f"x = x @ {w}",
+        f"x = torch.matmul(x, {w})",
+        f"x = torch.einsum('...i,io->...o', x, {w})",
+        f"x = torch.tensordot(x, {w}, 1)",
+    ]
     if len(s) == 2:
         options += ["x = x.t() @ x" if s[1] <= 1024 else "x = x @ x.t()[:, :8]", f"x = torch.addmm(torch.randn({k}, device=x.device, dtype=x.dtype), x, {w})",
                     f"x = torch.outer(x.sum(1), x.sum(0))" if math.prod(s) < 1 << 20 else f"x = x @ {w}",
                     f"x = torch.mv(x, torch.randn({n}, device=x.device, dtype=x.dtype)).unsqueeze(1)"]  # fmt: skip
         if s[0] <= 1024 and s[1] <= 1024:
-            options += ["x = torch.cdist(x, x * 2)", "x = F.cosine_similarity(x, x * 2, dim=-1).unsqueeze(1) * x"]
+            options += [
+                "x = torch.cdist(x, x * 2)",
+                "x = F.cosine_similarity(x, x * 2, dim=-1).unsqueeze(1) * x",
+            ]
     if len(s) >= 3 and s[-2] <= 512 and math.prod(s[:-1]) * s[-2] <= 1 << 20:
-        options += ["x = x @ x.mT", "x = torch.matmul(x, x.transpose(-1, -2).contiguous())", "x = torch.einsum('...ic,...jc->...ij', x, x)"]
+        options += [
+            "x = x @ x.mT",
+            "x = torch.matmul(x, x.transpose(-1, -2).contiguous())",
+            "x = torch.einsum('...ic,...jc->...ij', x, x)",
+        ]
     if len(s) == 3:
         options += [f"x = torch.bmm(x, torch.randn({s[0]}, {n}, {k}, device=x.device, dtype=x.dtype))",
                     f"x = torch.einsum('bic,bcd->bid', x, torch.randn({s[0]}, {n}, {k}, device=x.device, dtype=x.dtype))",
