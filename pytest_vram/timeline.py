@@ -107,7 +107,14 @@ class Timeline:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            "events": self.events,
+            "at": list(self.at),
+            "reserved": list(self.reserved),
+            "bills": {bill: list(sizes) for bill, sizes in self.bills.items()},
+            "marks": [asdict(mark) for mark in self.marks],
+            "spans": [asdict(span) for span in self.spans],
+        }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Timeline:
