@@ -85,7 +85,6 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._holders: dict[int, Birth] = {}  # storage -> who made what it holds
         self.births: list[Birth] = []
         self.refused: list[str] = []
-        self.largest: dict[str, tuple[float, str]] = {}
         self._handles: list[Any] = []
         self._until: int | None = None
 

@@ -66,21 +66,6 @@ def user_line() -> str:
     return library or "unknown line"
 
 
-def parse_traceback(text: list[str]) -> str:
-    """The innermost user line of a formatted traceback, as anomaly mode keeps one per operator."""
-    best = ""
-    for entry in text:
-        for row in entry.splitlines():
-            row = row.strip()
-            if not row.startswith('File "'):
-                continue
-            filename, _, rest = row[6:].partition('", line ')
-            number, _, function = rest.partition(", in ")
-            if number.isdigit() and _kind(filename) == "user":
-                best = shown(filename, int(number), function)
-    return best
-
-
 def local_variables(frame: FrameType) -> dict[str, Any]:
     """A copy of a frame's variables that keeps nothing alive once it is dropped.
 

@@ -45,14 +45,12 @@ class Reached:
 
 @dataclass(slots=True)
 class OptimizerRecord:
-    number: int
     optimizer: weakref.ref[Any]
     updates: int = 0  #: attempts that went through
     attempts: int = 0
     waiting: bool = False  #: a backward happened since its last attempt
     loaded_at: str = ""  #: line of a load_state_dict with a non-empty state
     scheduler_steps: dict[int, int] = field(default_factory=dict)
-    label: str = ""
 
 
 class Loop(Listener):
@@ -154,7 +152,7 @@ class Loop(Listener):
     def record(self, optimizer: Any) -> OptimizerRecord:
         known = self.optimizers.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
-            known = OptimizerRecord(len(self.optimizers), weakref.ref(optimizer))
+            known = OptimizerRecord(weakref.ref(optimizer))
             self.optimizers[id(optimizer)] = known
         return known
 

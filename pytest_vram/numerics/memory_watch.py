@@ -39,9 +39,7 @@ class Holder:
     shape: tuple[int, ...]
     dtype: str
     size: int
-    graph: bool  #: it has a grad_fn: what the graph saved may be alive with it
     repetition: int
-    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +201,14 @@ class MemoryWatch(Listener):
     def _look_at_holders(self, number: int) -> None:
         known = {id(p) for p in self._loop.parameters()}
         holders = [*_variables(known), *self._attributes(known)]
-        for who, tensor, line in holders:
+        for who, tensor in holders:
             self.observed.holders.append(
                 Holder(
                     who,
                     tuple(tensor.shape),
                     dtype_name(tensor.dtype),
                     tensor.numel() * tensor.element_size(),
-                    tensor.grad_fn is not None,
                     number,
-                    line,
                 )
             )
         for key, nodes in _graphs():
@@ -221,7 +217,7 @@ class MemoryWatch(Listener):
             self._container_sizes.setdefault(who, []).append(count)
         self._states_alive()
 
-    def _attributes(self, known: set[int]) -> Iterator[tuple[str, Tensor, str]]:
+    def _attributes(self, known: set[int]) -> Iterator[tuple[str, Tensor]]:
         """Tensors in a module's ``__dict__`` that are neither parameters nor buffers."""
         for root in self._loop.names.roots():
             for path, module in root.named_modules():
@@ -231,7 +227,7 @@ class MemoryWatch(Listener):
                     for tensor in _direct_tensors(value):
                         if id(tensor) not in known and tensor.device.type == "cuda":
                             owner = path or type(module).__name__
-                            yield f"attribute '{attribute}' of module {owner}", tensor, ""
+                            yield f"attribute '{attribute}' of module {owner}", tensor
 
     # ---- what was asked for
 
@@ -338,7 +334,7 @@ def _training_frames() -> list[FrameType]:
     return [frame for frame in user_frames() if frame.f_code.co_flags & 0x2][:6]
 
 
-def _variables(known: set[int]) -> Iterator[tuple[str, Tensor, str]]:
+def _variables(known: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Tensors on the GPU that local variables hold."""
     for frame in _training_frames():
         code = frame.f_code
@@ -348,8 +344,7 @@ def _variables(known: set[int]) -> Iterator[tuple[str, Tensor, str]]:
                     continue
                 if isinstance(tensor, nn.Parameter):
                     continue
-                line = shown(code.co_filename, frame.f_lineno, code.co_name)
-                yield f"variable '{name}' in {code.co_name}", tensor, line
+                yield f"variable '{name}' in {code.co_name}", tensor
 
 
 def _graphs() -> Iterator[tuple[str, int]]:
