@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.backends.cudnn.rnn
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
@@ -267,6 +268,17 @@ def _cudnn(held: Patches, simulation: Any) -> None:
         version=lambda: simulation.card.cudnn_version,
         _init=lambda: True,
     )
+    held.replace(torch, _use_cudnn_rnn_flatten_weight=lambda: True)
+    modes = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # cudnnRNNMode_t
+    held.replace(torch.backends.cudnn.rnn, get_cudnn_mode=lambda mode: modes[mode])
+    limit = [10]
+
+    def set_limit(value: int) -> None:
+        limit[0] = value
+
+    if not torch._C._has_cudnn:  # what torch.backends.cudnn.flags() asks of a build that has it
+        held.set(torch._C, "_cuda_get_cudnn_benchmark_limit", lambda: limit[0])
+        held.set(torch._C, "_cuda_set_cudnn_benchmark_limit", set_limit)
 
 
 def _memory(held: Patches, simulation: Any) -> None:
