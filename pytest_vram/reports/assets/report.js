@@ -75,7 +75,7 @@
 
   function timelineChart(holder, data, line, onMove) {
     const sums = stacked(line);
-    const stepped = uPlot.paths.stepped({align: -1});
+    const stepped = uPlot.paths.stepped({align: 1});
     const top = Math.max(...line.reserved, ...line.allocated);
     const lines = data.lines.filter(([, value]) => value <= 1.6 * top);
     const limit = 1.12 * Math.max(top, ...lines.map(([, value]) => value));
@@ -114,6 +114,7 @@
     context.font = `${12 * ratio}px system-ui, sans-serif`;
     context.textAlign = "left";
     context.textBaseline = "alphabetic";
+    context.setLineDash([]);
     draw(context, {left, top, width, height, right: left + width, bottom: top + height, ratio});
     context.restore();
   }
@@ -123,22 +124,24 @@
       context.strokeStyle = context.fillStyle = colour("soft");
       context.lineWidth = box.ratio;
       context.setLineDash([3 * box.ratio, 4 * box.ratio]);
-      let free = -Infinity;  // labels do not overlap: one that has no room is left out
-      for (const [at, name, step] of line.marks) {
+      // Labels do not overlap: one without room is left out, first those of what lies between steps.
+      const taken = [];
+      const minor = name => name === "between" || name === "setup";
+      const marks = line.marks.slice().sort((one, other) => minor(one[1]) - minor(other[1]));
+      for (const [at, name, step] of marks) {
         const x = Math.round(u.valToPos(at, "x", true));
         if (x < box.left || x > box.right) continue;
-        context.globalAlpha = 0.55;
+        context.globalAlpha = 0.45;
         context.beginPath();
         context.moveTo(x, box.top);
         context.lineTo(x, box.bottom);
         context.stroke();
         context.globalAlpha = 1;
         const label = step ? `${name} ${step}` : name;
-        const width = context.measureText(label).width;
-        if (x > free && x + width < box.right) {
-          context.fillText(label, x, box.top - 7 * box.ratio);
-          free = x + width + 8 * box.ratio;
-        }
+        const end = x + context.measureText(label).width + 8 * box.ratio;
+        if (end > box.right || taken.some(([from, to]) => x < to && from < end)) continue;
+        taken.push([x, end]);
+        context.fillText(label, x, box.top - 7 * box.ratio);
       }
     });
   }
@@ -209,7 +212,7 @@
              axis({size: 78, values: (_, ticks) => ticks.map(tick => tick == null ? "" : String(tick))})],
       series: [
         {},
-        {label: "scale", stroke: colour("link"), width: 2, paths: uPlot.paths.stepped({align: -1}),
+        {label: "scale", stroke: colour("link"), width: 2, paths: uPlot.paths.stepped({align: 1}),
          points: {show: true, size: 6}},
         {label: "skipped", stroke: colour("fail"), width: 0, paths: () => null,
          points: {show: true, size: 11, fill: colour("fail")}},
