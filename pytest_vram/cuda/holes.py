@@ -30,6 +30,16 @@ class Plugs:
             self._fill(size, stream)
         self.open = sum(size for size, _ in _holes(self._device))
 
+    def hide(self, segments: list[dict[str, Any]]) -> None:
+        """In the segments of a snapshot the pieces are what they stand for: free space."""
+        pieces = {piece.data_ptr() for piece in self._pieces}
+        for segment in segments:
+            for block in segment["blocks"]:
+                if block["address"] in pieces:
+                    block.update(state="inactive", requested_size=0)
+                    segment["allocated_size"] -= block["size"]
+                    segment["active_size"] -= block["size"]
+
     def release(self) -> None:
         self._pieces.clear()
 

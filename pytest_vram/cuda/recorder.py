@@ -42,6 +42,7 @@ class Recording:
         self._modules: list[str] = []
         self._traces: dict[int, Trace] = {}
         self._ended = False
+        self._plugs: list[Plugs] = []
         self._undo = ExitStack()
 
     # ---- results
@@ -57,7 +58,10 @@ class Recording:
     def snapshot(self) -> dict[str, Any]:
         """What ``torch.cuda.memory._snapshot()`` returns now, for PyTorch's memory visualiser; only
         while the recording runs, which keeps the history."""
-        return _snapshot()
+        snapshot = _snapshot()
+        for plugs in self._plugs:
+            plugs.hide(snapshot["segments"])
+        return snapshot
 
     @property
     def _main_device(self) -> int:
@@ -127,6 +131,7 @@ class Recording:
                 plugs = Plugs(index)
                 undo.callback(plugs.release)
                 plugs.close()
+                self._plugs.append(plugs)
                 history.begin(base, plugs.open)
                 self._devices[index] = history
             self._wake(self._devices[main])
