@@ -158,8 +158,8 @@ class Plugin:
         self._before_filters: set[str] = set()
         self.progress = to_terminal(
             sys.stdout,
-            quiet=bool(self.worker) or config.get_verbosity() < 0 or bool(config.getini("log_cli")),
-            captured=config.option.capture != "no",
+            quiet=bool(self.worker) or config.get_verbosity() < 0 or _live_logs(config),
+            captured=config.getoption("capture", "no") != "no",
         )
         config.add_cleanup(self.progress.close)
 
@@ -386,6 +386,14 @@ _PLAIN_ID: pytest.StashKey[str] = pytest.StashKey()
 def plain_id(item: pytest.Item) -> str:
     """The id under which an item is stored and reported, with or without workers."""
     return item.stash.get(_PLAIN_ID, item.nodeid)
+
+
+def _live_logs(config: pytest.Config) -> bool:
+    """Whether log records appear while a test runs; not without pytest's logging plugin."""
+    try:
+        return bool(config.getini("log_cli"))
+    except (KeyError, ValueError):
+        return False
 
 
 def _marks(item: pytest.Item) -> list[Any]:
