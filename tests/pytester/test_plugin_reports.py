@@ -223,3 +223,10 @@ def test_what_a_hook_adds_is_made_json(project):
     project.write(PASSING)
     project.run("--vram-report=r.json")
     assert read_report(project.path / "r.json").records[0].extra == {"where": "x"}
+
+
+def test_pytest_without_some_of_its_own_plugins(project):
+    project.write(PASSING)
+    result = project.subprocess("-p", "no:logging", "-p", "no:capture", "--vram-report=r.md")
+    assert result.ret == 0
+    assert (project.path / "r.md").exists()
