@@ -20,7 +20,7 @@ from pytest_vram.marker import (
     read_budget,
 )
 from pytest_vram.nodeids import modules_of
-from pytest_vram.reports.progress import to_terminal
+from pytest_vram.reports.progress import Progress, to_terminal
 from pytest_vram.session import Collected, Session
 from pytest_vram.settings import (
     CATEGORIES,
@@ -128,7 +128,10 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     except SettingsError as error:
         raise pytest.UsageError(str(error)) from None
-    config.pluginmanager.register(Plugin(config, settings), "vram-run")
+    plugin = Plugin(config, settings)
+    config.pluginmanager.register(plugin, "vram-run")
+    if not plugin.worker and config.getoption("dist", "no") != "no":
+        config.pluginmanager.register(RunningTests(plugin.progress), "vram-running")
 
 
 @pytest.fixture
@@ -294,20 +297,6 @@ class Plugin:
 
     # ---- the controlling process
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        if self._workers:
-            self.progress.started(nodeid)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        if self._workers:
-            self.progress.finished(nodeid)
-
-    @property
-    def _workers(self) -> bool:
-        """Whether tests run in workers of pytest-xdist."""
-        return not self.worker and bool(getattr(self.config.option, "dist", "no") != "no")
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.worker or not self.settings.enabled:
             return
@@ -386,6 +375,37 @@ _PLAIN_ID: pytest.StashKey[str] = pytest.StashKey()
 def plain_id(item: pytest.Item) -> str:
     """The id under which an item is stored and reported, with or without workers."""
     return item.stash.get(_PLAIN_ID, item.nodeid)
+
+
+class RunningTests:
+    """Names the tests that workers of pytest-xdist are running, between any two lines or dots that
+    pytest writes."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str) -> Generator[None, object, object]:
+        with self.progress.aside():
+            result = yield
+        self.progress.started(nodeid)
+        self.progress.show_running()
+        return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self) -> Generator[None, object, object]:
+        with self.progress.aside():
+            result = yield
+        self.progress.show_running()
+        return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logfinish(self, nodeid: str) -> Generator[None, object, object]:
+        with self.progress.aside():
+            result = yield
+        self.progress.finished(nodeid)
+        self.progress.show_running()
+        return result
 
 
 def _live_logs(config: pytest.Config) -> bool:

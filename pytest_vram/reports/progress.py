@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
@@ -47,17 +47,21 @@ class Progress:
             self._close()
             self._close = None
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Out of the way while pytest writes."""
+        self.show("")
+        yield
+
     # ---- workers of pytest-xdist: the controller knows which tests run, not which pass
 
     def started(self, nodeid: str) -> None:
         self._running[nodeid] = None
-        self._show_running()
 
     def finished(self, nodeid: str) -> None:
         self._running.pop(nodeid, None)
-        self._show_running()
 
-    def _show_running(self) -> None:
+    def show_running(self) -> None:
         names = [nodeid.rpartition("/")[2] for nodeid in self._running]
         self.show(f"running {', '.join(names)}" if names else "")
 

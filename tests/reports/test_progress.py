@@ -106,13 +106,20 @@ def test_hostile_names_cannot_move_the_cursor(shown):
 
 def test_workers_tests_are_named_while_they_run(shown):
     progress, screen = shown
-    progress.started("tests/test_a.py::test_x")
-    progress.started("tests/test_b.py::test_y")
-    assert screen().lines[0].endswith("  running test_a.py::test_x, test_b.py::test_y")
-    progress.finished("tests/test_a.py::test_x")
-    assert screen().lines[0].endswith("  running test_b.py::test_y")
-    progress.finished("tests/test_b.py::test_y")
-    assert screen().lines == ["tests/test_a.py ."]
+    for change, text in (
+        (lambda: progress.started("tests/test_a.py::test_x"), "  running test_a.py::test_x"),
+        (
+            lambda: progress.started("tests/test_b.py::test_y"),
+            "  running test_a.py::test_x, test_b.py::test_y",
+        ),
+        (lambda: progress.finished("tests/test_a.py::test_x"), "  running test_b.py::test_y"),
+        (lambda: progress.finished("tests/test_b.py::test_y"), ""),
+    ):
+        with progress.aside():
+            change()
+            assert screen().lines == ["tests/test_a.py ."]
+        progress.show_running()
+        assert screen().lines == ["tests/test_a.py ." + text]
 
 
 def test_removing_nothing_writes_nothing():
@@ -188,3 +195,12 @@ def test_quiet_and_uncaptured_runs_are_left_alone(tmp_path, option):
     text = on_terminal(tmp_path, option, "--vram-numerics=off")
     assert "\x1b7" not in text
     assert "simulating" not in text
+
+
+@pytest.mark.parametrize("verbose", [(), ("-v",)])
+def test_tests_of_workers_are_seen_and_leave_no_trace(tmp_path, verbose):
+    pytest.importorskip("xdist")
+    text = on_terminal(tmp_path, "--color=no", "-n1", "--vram-numerics=off", *verbose)
+    screen = Screen().feed(text)
+    assert any("running test_a.py::test_trains" in line for line in screen.seen)
+    assert not any("running" in line for line in screen.lines)
