@@ -102,7 +102,9 @@ class Session:
             self._bad.add(nodeid)
             self._failed += outcome in ("failed", "xpassed")
         if outcome not in ("passed", "rerun"):
-            self.unrecorded[nodeid] = f"{outcome} in {when}"
+            # pytest-xdist reports the test of a worker that crashed in no phase, as "???".
+            lost = when not in ("setup", "call", "teardown")
+            self.unrecorded[nodeid] = "lost with its worker" if lost else f"{outcome} in {when}"
         if when == "call" and record is not None:
             from pytest_vram.record import TestRecord
 
