@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -230,3 +233,63 @@ def test_pytest_without_some_of_its_own_plugins(project):
     result = project.subprocess("-p", "no:logging", "-p", "no:capture", "--vram-report=r.md")
     assert result.ret == 0
     assert (project.path / "r.md").exists()
+
+
+def test_a_test_that_is_lost_with_its_worker_is_listed(project):
+    project.write(
+        PASSING
+        + """
+@pytest.mark.vram_budget("1 GiB")
+def test_crash(vram):
+    import os
+    os._exit(1)
+"""
+    )
+    result = project.subprocess("-n2", "--vram-report=r.json")
+    assert result.ret == 1
+    report = read_report(project.path / "r.json")
+    assert [record.nodeid for record in report.records] == ["test_a.py::test_fits"]
+    assert [(one.nodeid, one.why) for one in report.unmeasured] == [
+        ("test_a.py::test_crash", "lost with its worker")
+    ]
+
+
+def test_the_gate_runs_and_compares_with_the_base_branch(project):
+    """As the workflows do: a base branch, then a pull request with a wider model."""
+    environ = {**os.environ, "GITHUB_ACTIONS": "true", "VRAM_DEVICE": "sim:rtx4090"}
+    environ |= {
+        "VRAM_ARGS": "-p no:cacheprovider --vram-numerics=off -k 'trains and not plain'",
+        "VRAM_DIRECTORY": "base",
+        "GITHUB_OUTPUT": "output",
+        "GITHUB_STEP_SUMMARY": "summary.md",
+    }
+    source = """
+@pytest.mark.vram_budget("1 GiB")
+def test_trains(vram):
+    vram.train(*build(vram.device, width={width}))
+
+def test_plain(): assert False
+"""
+    for width, directory in ((64, "base"), (65536, "head")):
+        project.write(source.format(width=width))
+        base = "base/report.json" if directory == "head" else ""
+        environ |= {"VRAM_DIRECTORY": directory, "VRAM_BASE": base}
+        subprocess.run(
+            [sys.executable, "-m", "pytest_vram.reports.gate"],
+            cwd=project.path,
+            env=environ,
+            check=True,
+        )
+    assert (project.path / "output").read_text() == "exit-code=0\nexit-code=0\n"
+    report = read_report(project.path / "head/report.json")
+    assert report.records[0].environment.gpu == "rtx4090"
+    diff = (project.path / "head/diff.md").read_text()
+    assert diff.startswith("## ❌ GPU memory: 1 test compared: 1 grew\n")
+    assert "| grew | `test_a.py::test_trains` | 16.6 MiB |" in diff
+    assert "float32[256, 65536]" in diff
+    summary = (project.path / "summary.md").read_text()
+    assert [line for line in summary.splitlines() if line.startswith("## ")] == [
+        "## ✅ GPU memory: 1 test passed",
+        "## ✅ GPU memory: 1 test passed",
+        "## ❌ GPU memory: 1 test compared: 1 grew",
+    ]
