@@ -145,6 +145,13 @@ class Vram:
             raise ValueError(f"a phase needs a name, not {name!r}")
         return self._running().phase(name)
 
+    def assume_selected(self, share: float) -> AbstractContextManager[None]:
+        """Within it, a simulated mask whose values nobody knows selects ``share`` (0 to 1) of its
+        elements in ``nonzero``, ``masked_select`` and indexing; passes with values ignore it."""
+        from pytest_vram.sim.selection import assume_selected
+
+        return assume_selected(share)
+
     def train(
         self,
         model: torch.nn.Module,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from pytest_vram.sim import composites, inplace, modules, torch_cuda
+from pytest_vram.sim import composites, inplace, modules, selection, torch_cuda
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.device import CONVOLUTIONS, Recipe, SimMode, parts_of
@@ -452,6 +452,9 @@ class Simulation:
         elif size:
             index = self._allocate(size, torch.ops.aten.resize_.default)
             self._follow(storage, storage._cdata, index)
+
+
+assume_selected = selection.assume_selected
 
 
 @contextlib.contextmanager

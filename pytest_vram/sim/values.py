@@ -256,27 +256,15 @@ def data_dependent(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return CPU if isinstance(leaf, torch.device) else leaf
 
     host_args, host_kwargs = tree_map(value_of, (args, kwargs))
-    if missing and func is aten.index.Tensor:
-        # only the mask has to be known, not what it selects from
-        masks = [known(index) for index in args[1] if index is not None]
-        if all(mask is not None for mask in masks):
-            with torch._C._DisableTorchDispatch():
-                pass
-            indices = _expand_masks(args[1])
-            return mode._from_known_indices(func, args[0], indices)
     if missing:
-        raise DataDependent(_explain(func))
+        raise DataDependent(explain(func))
     computed = func(*host_args, **host_kwargs)
     return tree_map(
-        lambda leaf: _uploaded(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf, computed
+        lambda leaf: uploaded(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf, computed
     )
 
 
-def _expand_masks(indices: Any) -> list[Any]:
-    return [None if index is None else known(index) for index in indices]
-
-
-def _uploaded(mode: Any, value: torch.Tensor) -> SimTensor:
+def uploaded(mode: Any, value: torch.Tensor) -> SimTensor:
     from pytest_vram.sim.tensors import CUDA, META, wrap
 
     elem = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
@@ -285,14 +273,15 @@ def _uploaded(mode: Any, value: torch.Tensor) -> SimTensor:
     return tensor
 
 
-def _explain(func: Any) -> str:
+def explain(func: Any) -> str:
     from pytest_vram.sim.frames import user_line
 
     name = func._schema.name.replace("aten::", "torch.")
     return (
         f"{name} at {user_line()} makes a tensor whose size depends on values, and a simulated "
-        "tensor has none. Give the size another way (torch.where(mask, x, 0) keeps the shape; a "
-        "mask or index built on the CPU keeps its values), or branch on vram.has_values."
+        "tensor has none. Say how much it selects (with vram.assume_selected(0.5): ...), give the "
+        "size another way (torch.where(mask, x, 0) keeps the shape; a mask or index built on the "
+        "CPU keeps its values), or branch on vram.has_values."
     )
 
 

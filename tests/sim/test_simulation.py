@@ -289,3 +289,23 @@ def test_groups_are_multiplied_in_any_floating_type(gpu: Simulation) -> None:
     tokens, experts = torch.randn(64, 32, device="cuda"), torch.randn(4, 32, 48, device="cuda")
     ends = torch.tensor([16, 32, 48, 64], dtype=torch.int32, device="cuda")
     assert torch._grouped_mm(tokens, experts, offs=ends).shape == (64, 48)
+
+
+def test_a_declared_share_decides_what_unknown_masks_select(gpu: Simulation) -> None:
+    from pytest_vram.sim.selection import assume_selected
+
+    tokens = torch.randn(1000, 16, device="cuda")
+    with assume_selected(0.25):
+        chosen = tokens[tokens[:, 0] > 0]
+        assert chosen.shape == (250, 16)
+        assert (tokens > 0).nonzero().shape == (4000, 2)
+        assert tokens.masked_select(tokens > 0).shape == (4000,)
+    with pytest.raises(DataDependent, match=r"vram\.assume_selected"):
+        tokens[tokens[:, 0] > 0]
+
+
+def test_known_masks_select_what_they_say(gpu: Simulation) -> None:
+    mask = torch.tensor([True, False, True, True]).cuda()
+    picked = torch.randn(4, 3, device="cuda")[mask]
+    assert picked.shape == (3, 3)
+    assert mask.nonzero().flatten().tolist() == [0, 2, 3]

@@ -1,0 +1,99 @@
+"""Selections whose size is a value: by known masks, or by a share that the test declares.
+
+``nonzero``, ``masked_select`` and indexing with masks allocate what the mask selects. Where the
+mask's value is known (it was built on the host, or follows from the program) that decides; inside
+``vram.assume_selected(share)`` an unknown mask selects that share of its elements; otherwise
+:class:`pytest_vram.sim.values.DataDependent` names the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from pytest_vram.sim import values
+from pytest_vram.sim.device import HANDLERS, SimMode
+from pytest_vram.sim.tensors import CUDA, META, SimTensor, wrap
+
+aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+_share: ContextVar[float | None] = ContextVar("share", default=None)
+
+
+@contextlib.contextmanager
+def assume_selected(share: float) -> Iterator[None]:
+    """Unknown masks select ``share`` (0 to 1) of their elements, rounded to the nearest."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"a share lies between 0 and 1, not {share!r}")
+    token = _share.set(share)
+    try:
+        yield
+    finally:
+        _share.reset(token)
+
+
+def _positions(mode: SimMode, mask: torch.Tensor, func: Any) -> SimTensor:
+    """What ``mask.nonzero()`` is: int64 ``[selected, mask.dim()]``, allocated as on the card."""
+    known, share = values.known(mask), _share.get()
+    if known is not None:
+        found = known.nonzero()
+        count = int(found.shape[0])
+    elif share is not None:
+        found, count = None, round(share * mask.numel())
+    else:
+        raise values.DataDependent(values.explain(func))
+    # nonzero_out_cuda writes a [dim, count] buffer and returns its transpose (native/cuda/Nonzero.cu)
+    elem = torch.empty((mask.dim(), count), dtype=torch.int64, device=META).t()
+    out = wrap(mode, elem, CUDA)
+    mode.ledger.operator(aten.nonzero.default, (mask,), {}, [out], None, True)
+    if found is not None:
+        values.remember(out, found)
+    return out
+
+
+def _nonzero(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    mask = args[0]
+    if type(mask) is not SimTensor or not mask.is_cuda:
+        return NotImplemented
+    return _positions(mode, mask, func)
+
+
+def _index(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Masks become positions first, as ``expandTensors`` does (native/IndexingUtils.h)."""
+    source, indices = args
+    if not any(index is not None and index.dtype in _MASKS for index in indices):
+        return NotImplemented
+    if type(source) is not SimTensor or not source.is_cuda:
+        return NotImplemented
+    expanded: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in _MASKS:
+            expanded.append(index)
+            continue
+        if type(index) is not SimTensor:
+            index = values.uploaded(mode, index)
+        found = _positions(mode, index, func)
+        with mode:
+            expanded.extend(found.unbind(1))
+    with mode:
+        return func(source, expanded)
+
+
+def _masked_select(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``index`` with the mask and the source expanded against each other
+    (native/cuda/IndexKernel.cpp, ``masked_select_out_cuda_impl``)."""
+    source, mask = args
+    if type(source) is not SimTensor or not source.is_cuda:
+        return NotImplemented
+    with mode:
+        source, mask = torch.broadcast_tensors(source, mask)
+        return aten.index.Tensor(source, [mask])
+
+
+HANDLERS[aten.nonzero.default] = _nonzero
+HANDLERS[aten.index.Tensor] = _index
+HANDLERS[aten.masked_select.default] = _masked_select
