@@ -192,7 +192,7 @@ def remarks(records: Sequence[TestRecord], verbosity: int) -> list[Line]:
             if found.severity == "warn":
                 lines += [Line(f"{_name(record)}: {text}" if at == 0 else text, "warn")
                           for at, text in enumerate(found.text().splitlines())]  # fmt: skip
-            elif found.severity == "note" and found.kind != "no-baseline" and verbosity >= 0:
+            elif found.severity == "note" and _is_shown(found.kind, verbosity):
                 lines += [Line(f"{_name(record)}: {text}" if at == 0 else text)
                           for at, text in enumerate(found.text().splitlines())]  # fmt: skip
     if verbosity < 0:
@@ -205,6 +205,12 @@ def remarks(records: Sequence[TestRecord], verbosity: int) -> list[Line]:
         for detail in dict.fromkeys(_baseline_details(new)):
             lines.append(Line(f"  {detail}"))
     return lines
+
+
+def _is_shown(kind: str, verbosity: int) -> bool:
+    """Notes on what a passing test's memory consists of are for ``-v``; a failing one's message
+    has them as causes."""
+    return kind != "no-baseline" and verbosity >= (1 if kind == "memory-cause" else 0)
 
 
 def _lacks_baseline(record: TestRecord) -> bool:
