@@ -95,6 +95,8 @@ def write_reports(report: Report, paths: Sequence[Path]) -> tuple[list[str], lis
             write_text(path, writer(report))
         except OSError as error:
             problems.append(f"{path} was not written: {error.strerror or error}")
+        except Exception as error:  # whatever one format stumbles over, the others are written
+            problems.append(f"{path} was not written: {type(error).__name__}: {error}")
         else:
             written.append(_shown(path))
     return written, problems

@@ -73,6 +73,14 @@ def test_one_failure_spares_the_other_files(tmp_path):
     assert problems[0].startswith(f"{bad} was not written: ")
 
 
+def test_a_format_that_stumbles_spares_the_others(tmp_path):
+    odd = replace(record(), stored={"bills": ["no mapping"]})
+    written, problems = write_reports(report(odd), [tmp_path / "a.html", tmp_path / "a.json"])
+    assert written == [str(tmp_path / "a.json")]
+    assert problems == [f"{tmp_path / 'a.html'} was not written: AttributeError: 'list' object has "
+                        "no attribute 'get'"]  # fmt: skip
+
+
 def test_a_file_name_that_is_no_text_is_escaped(tmp_path):
     write_text(tmp_path / "a.md", "caf\udce9")
     assert (tmp_path / "a.md").read_text() == "caf\\udce9"
