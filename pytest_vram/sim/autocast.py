@@ -147,23 +147,19 @@ class CastPolicy:
             and torch.is_autocast_cache_enabled()
             and dtype is torch.get_autocast_dtype(self.device_type)
             and not value._is_view()
+            and not (CASTS_SERVE_GRADIENTS and torch.is_inference_mode_enabled())
         )
         if not cacheable:
             return value.to(dtype)
         known = self._cache.get(id(value))
-        if known is not None and known[0]() is value and self._usable(known[1]):
+        if known is not None and known[0]() is value:
             return known[1]  # type: ignore[no-any-return]
-        cast = value.to(dtype)
+        with torch.set_grad_enabled(torch.is_grad_enabled() or CASTS_SERVE_GRADIENTS):
+            cast = value.to(dtype)
         self._cache[id(value)] = (weakref.ref(value), cast)
         if self.on_cast is not None:
             self.on_cast(cast, value)
         return cast
-
-    @staticmethod
-    def _usable(cast: torch.Tensor) -> bool:
-        # pytorch/pytorch#165068: a copy made under no_grad has no history; newer versions make
-        # another one once gradients are recorded again.
-        return cast.requires_grad or not torch.is_grad_enabled() or not NO_GRAD_CASTS_ARE_REDONE
 
     # -- registration -----------------------------------------------------------------------
 
@@ -187,7 +183,8 @@ class CastPolicy:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with guard(below):
                 dtype = torch.get_autocast_dtype(device)
-                return operator(*backwards(cast, args, dtype), **named_casts(cast, kwargs, dtype))
+                named = named_casts(cast, kwargs, dtype)
+                return called(operator, backwards(cast, args, dtype), named)
 
         return kernel
 
@@ -197,7 +194,8 @@ class CastPolicy:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with guard(below):
                 dtype = torch.float32
-                return operator(*backwards(cast, args, dtype), **named_casts(cast, kwargs, dtype))
+                named = named_casts(cast, kwargs, dtype)
+                return called(operator, backwards(cast, args, dtype), named)
 
         return kernel
 
@@ -249,7 +247,7 @@ class CastPolicy:
                     if self.eligible(value) and value.dtype is torch.float32:
                         widest = torch.float32
                 named = named_casts(cast, kwargs, widest)
-                return operator(*backwards(cast, args, widest), **named)
+                return called(operator, backwards(cast, args, widest), named)
 
         return kernel
 
@@ -260,8 +258,10 @@ class CastPolicy:
         return kernel
 
 
-#: Casts made under no_grad are not reused when gradients are recorded (pytorch/pytorch#165068).
-NO_GRAD_CASTS_ARE_REDONE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+#: Since 2.11 (pytorch/pytorch#165068, autocast_mode.cpp ``cached_cast``) the weight cache serves
+#: gradients whatever mode filled it: casts are made with gradients recorded, and inference mode,
+#: where that cannot be, makes its casts anew each time.
+CASTS_SERVE_GRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 _exclude = torch._C._ExcludeDispatchKeyGuard
 
@@ -277,6 +277,20 @@ def named_casts(
     cast: Callable[[Any, Any], Any], values: dict[str, Any], dtype: Any
 ) -> dict[str, Any]:
     return {key: cast(values[key], dtype) for key in reversed(list(values))}
+
+
+def called(operator: Any, values: list[Any], named: dict[str, Any]) -> Any:
+    """Call with casts, which die first to last: C++ destroys temporaries against the order of their
+    making, and a vector's elements in order, while Python drops containers from the end."""
+    try:
+        return operator(*values, **named)
+    finally:
+        for position, value in enumerate(values):
+            values[position] = None
+            if type(value) is list:
+                for inner in range(len(value)):
+                    value[inner] = None
+            del value
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:

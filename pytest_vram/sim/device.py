@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from pytest_vram.sim import inplace, values
 from pytest_vram.sim.frames import storing_item
-from pytest_vram.sim.kernels import Card, attention, convolution, rnn
+from pytest_vram.sim.kernels import RULES, Card, attention, convolution, rnn
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
 
 aten = torch.ops.aten
@@ -96,6 +96,8 @@ _NOT_CACHEABLE: set[OpOverload] = {
     aten.lift_fresh_copy.default,
 }
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 _SCALARS = (int, float, bool, str, type(None), complex)
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -118,6 +120,7 @@ class SimMode(FakeTensorMode):
         self.nested = 0
         self.added_in_place: Any = None  # by the composite that is running
         self._cacheable: dict[OpOverload, bool] = {}
+        self._composites: dict[OpOverload, bool] = {}
 
     @property
     def avoid_device_init(self) -> bool:  # type: ignore[override]
@@ -167,6 +170,10 @@ class SimMode(FakeTensorMode):
             result = handler(self, func, args, kwargs)
             if result is not NotImplemented:
                 return result
+        if self._is_composite(func):
+            # Autograd takes composites apart; inference tensors come here without it.
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         return self._simulate(func, types, args, kwargs, key, tensors, on_gpu)
 
     def _simulate(
@@ -246,6 +253,20 @@ class SimMode(FakeTensorMode):
                 if attention.on_host(func, position, args, kwargs, self.version):
                     out.__dict__["_fake_device"] = CPU
         return flat
+
+    def _is_composite(self, func: Any) -> bool:
+        """Whether CUDA runs ``func`` as a composition of other operators."""
+        known = self._composites.get(func)
+        if known is None:
+            known = (
+                isinstance(func, OpOverload)
+                and func not in RULES  # a kernel of CUDA's own beside the composite
+                and torch._C._dispatch_has_kernel_for_dispatch_key(
+                    func.name(), "CompositeImplicitAutograd"
+                )
+            )
+            self._composites[func] = known
+        return known
 
     def _may_cache(self, func: Any) -> bool:
         known = self._cacheable.get(func)
@@ -333,14 +354,20 @@ class SimMode(FakeTensorMode):
                 tensor = wrap(self, elem, out[4])
             elif kind == "arg":
                 tensor = tensors[out[1]]  # type: ignore[assignment]
+            elif torch.is_inference_mode_enabled() and not tensors[out[1]].is_inference():
+                with torch.inference_mode(False):  # a view of an ordinary tensor is one too
+                    tensor = self._view(tensors[out[1]], out)
             else:
-                elem = torch.empty(0, dtype=out[5], device=META)
-                elem.set_(tensors[out[1]].untyped_storage(), out[4], out[2], out[3])
-                tensor = wrap(self, elem, out[6])
+                tensor = self._view(tensors[out[1]], out)
             made.append(tensor)
         if recipe.packing is None:
             return made[0], made
         return recipe.packing(made), made
+
+    def _view(self, base: torch.Tensor, out: Any) -> SimTensor:
+        elem = torch.empty(0, dtype=out[5], device=META)
+        elem.set_(base.untyped_storage(), out[4], out[2], out[3])
+        return wrap(self, elem, out[6])
 
     # -- devices ----------------------------------------------------------------------------
 
