@@ -303,9 +303,9 @@ class SimMode(FakeTensorMode):
                     on_gpu = True
         if func in CONVOLUTIONS:  # cuDNN or not decides the layout of results
             key.append((self.ledger.card, torch._C._get_cudnn_enabled()))
-        if not tensors or torch.is_inference_mode_enabled():
-            key.append(torch.get_default_dtype())
-            key.append(torch.is_inference_mode_enabled())
+        # Factories, and integers that become floating point (x / 2), ask for the default.
+        key.append(torch.get_default_dtype())
+        key.append(torch.is_inference_mode_enabled())
         return tuple(key), tensors, on_gpu, simulated
 
     def _key_of(self, items: Sequence[Any], key: list[Any], tensors: list[torch.Tensor]) -> None:

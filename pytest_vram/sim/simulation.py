@@ -20,6 +20,7 @@ from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, Workspace, program
 from pytest_vram.sim.kernels import convolution
 from pytest_vram.sim.kernels.attention import Choice, default_cudnn
+from pytest_vram.sim.kernels.versions import WORKSPACE_VARIABLES
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
@@ -52,7 +53,7 @@ class Simulation:
 
     ``alloc_conf`` is a ``PYTORCH_CUDA_ALLOC_CONF`` text (default: that variable). Everything is
     undone on leaving, also after exceptions; a Simulation is entered once. Raises RuntimeError
-    when another simulation is active in this thread.
+    while another one, or :class:`pytest_vram.numerics.CpuStandIn`, has replaced ``torch.cuda``.
     """
 
     def __init__(self, profile: Profile, *, alloc_conf: str | None = None) -> None:
@@ -63,7 +64,8 @@ class Simulation:
         self.profile = profile
         self.alloc_conf = alloc_conf
         self.card = Card(profile, VERSION, cudnn_version=default_cudnn(VERSION))
-        self._card_key = hash(self.card)
+        # PyTorch reads these once per process; recipes outlive a simulation.
+        self._card_key = hash((self.card, *map(os.environ.get, WORKSPACE_VARIABLES)))
         self.allocator = CachingAllocator(
             profile.memory,
             alloc_conf,
@@ -94,6 +96,10 @@ class Simulation:
     def __enter__(self) -> Simulation:
         if self._stack is not None:
             raise RuntimeError("a Simulation can be entered once; make another one")
+        if torch.cuda.Stream is torch_cuda.Stream:
+            raise RuntimeError(
+                "torch.cuda is simulated already; leave that simulation before entering another"
+            )
         with contextlib.ExitStack() as stack:
             self.policy = CastPolicy("AutocastCUDA", "cuda", on_cast=self._weight_cast)
             stack.callback(self.policy.close)
@@ -469,6 +475,7 @@ def _switches() -> tuple[bool, ...]:
     c = torch._C
     return (
         c._get_deterministic_algorithms(),
+        c._get_deterministic_fill_uninitialized_memory(),
         c._get_cudnn_enabled(),
         c._get_cudnn_benchmark(),
         c._get_cudnn_deterministic(),

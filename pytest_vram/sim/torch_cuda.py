@@ -389,7 +389,11 @@ def _random(held: Patches) -> None:
     held.replace(torch.cuda, **functions)
     generator = torch.Generator
 
-    class Generator(generator):  # type: ignore[misc, valid-type]
+    class Kind(type(generator)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, generator)
+
+    class Generator(generator, metaclass=Kind):  # type: ignore[misc, valid-type]
         """A generator of the simulated card is the host's: it holds no device memory."""
 
         def __new__(cls, device: Any = "cpu") -> Any:

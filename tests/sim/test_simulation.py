@@ -309,3 +309,39 @@ def test_known_masks_select_what_they_say(gpu: Simulation) -> None:
     picked = torch.randn(4, 3, device="cuda")[mask]
     assert picked.shape == (3, 3)
     assert mask.nonzero().flatten().tolist() == [0, 2, 3]
+
+
+def test_what_one_simulation_learned_of_shapes_holds_for_any_default_dtype() -> None:
+    def divided() -> torch.dtype:
+        with Simulation(find_profile("t4")):
+            return (torch.empty(7, 11, dtype=torch.int64, device="cuda") / 3).dtype
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert divided() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert divided() is torch.float32
+
+
+def test_workspace_variables_are_read_by_every_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left() -> int:
+        with Simulation(find_profile("t4")):
+            torch.mm(torch.empty(3, 5, device="cuda"), torch.empty(5, 7, device="cuda"))
+            return int(torch.cuda.memory_allocated())
+
+    assert left() == 8_519_680  # 4096 KiB * 2 + 16 KiB * 8
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert left() == 16 * 1024 * 8
+
+
+def test_simulations_do_not_nest(gpu: Simulation) -> None:
+    with pytest.raises(RuntimeError, match=r"^torch\.cuda is simulated already"):
+        Simulation(find_profile("t4")).__enter__()
+    assert torch.empty(1, device="cuda").is_cuda
+
+
+def test_generators_of_any_device_are_generators(gpu: Simulation) -> None:
+    assert isinstance(torch.Generator("cuda"), torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert not isinstance(3, torch.Generator)

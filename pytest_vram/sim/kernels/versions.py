@@ -27,6 +27,15 @@ def overload(name: str) -> OpOverload | None:
     return found if isinstance(found, OpOverload) else None
 
 
+#: What a user may set about cuBLAS's workspaces, read by the functions below.
+WORKSPACE_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+    "TORCH_CUBLAS_WORKSPACE_CACHE",
+)
+
+
 def cublas_workspace(capability: tuple[int, int], version: Version) -> int:
     """Bytes of a cuBLAS handle's workspace (ATen/cuda/CublasHandlePool.cpp).
 
