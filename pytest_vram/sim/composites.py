@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pytest_vram.sim import inplace
+from pytest_vram.sim import inplace, shapes
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.device import HANDLERS
 from pytest_vram.sim.kernels import attention, batchnorm, rnn
@@ -28,7 +28,7 @@ def installed(simulation: Any) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     mine: list[Any] = []
     try:
-        for name, function in rnn.META.items():
+        for name, function in {**rnn.META, **shapes.META}.items():
             if operators([name]):
                 register_kernel(library, name, function, "Meta")
         for name, function in replacements(simulation).items():
@@ -63,10 +63,13 @@ def replacements(simulation: Any) -> dict[str, Callable[..., Any]]:
         "to.dtype_layout": _to_layout,
         "to.other": _to_other,
         "dropout": dropout,
+        "softmax.int": functools.partial(_softmax, aten._softmax.default),
+        "log_softmax.int": functools.partial(_softmax, aten._log_softmax.default),
         "linear": functools.partial(_linear, simulation.mode),
         "batch_norm": batchnorm.batch_norm,
         "_cudnn_rnn_flatten_weight": rnn.flatten_weight,
         **rnn.composites(simulation.card),
+        **shapes.COMPOSITES,
         "_scaled_dot_product_attention_math": functools.partial(_math_attention, simulation.mode),
         "scaled_dot_product_attention": functools.partial(
             attention.sdpa, card=simulation.card, chosen=simulation.attention_chosen
@@ -169,6 +172,12 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if p == 0 or not train or input.numel() == 0:
         return input
     return input * torch.zeros((), dtype=input.dtype, device=input.device)
+
+
+def _softmax(kernel: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """SoftMax.cpp, ``softmax`` and ``log_softmax``: from half to float without a copy on CUDA."""
+    widens = input.is_cuda and input.dtype is torch.float16 and dtype is torch.float32
+    return kernel(input if widens or dtype is None else input.to(dtype), dim, widens)
 
 
 __all__ = ["installed", "replacements"]

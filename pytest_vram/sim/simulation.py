@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import pickle
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -75,6 +77,10 @@ class Simulation:
         )
         self.mode = SimMode(self)
         self.stream = 0
+        #: From which autograd sequence number on which stream was current.
+        self._stream_marks: list[tuple[int, int]] = []
+        self._node_stream = 0
+        self._chosen_in: tuple[int, int] | None = None
         self.notes: list[str] = []
         self._allocations: list[Allocation] = []
         self._frames: list[tuple[Any, int] | None] = []
@@ -309,8 +315,33 @@ class Simulation:
         """Library handles belong to threads: the engine's thread runs backward."""
         return "main" if torch._C._current_graph_task_id() == -1 else "autograd"
 
+    def use_stream(self, number: int) -> None:
+        """The program made a stream current."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and self._chosen_in is None:
+            self._chosen_in = (task, self.stream)
+        elif self._chosen_in is not None and self._chosen_in[1] == number:
+            self._chosen_in = None
+        self.stream = number
+        self._stream_marks.append((torch._C._autograd._get_sequence_nr(), number))
+
+    def _current_stream(self) -> int:
+        """In backward the engine runs every node on the stream of its forward (engine.cpp,
+        ``evaluate_function``), which its sequence number tells; an AccumulateGrad has none, and
+        runs where the gradient was made."""
+        if not self._stream_marks:
+            return self.stream
+        task = torch._C._current_graph_task_id()
+        if task == -1 or (self._chosen_in is not None and self._chosen_in[0] == task):
+            return self.stream
+        node = torch._C._current_autograd_node()
+        if node is not None and "AccumulateGrad" not in node.name():
+            place = bisect.bisect_right(self._stream_marks, (node._sequence_nr(), sys.maxsize))
+            self._node_stream = self._stream_marks[place - 1][1] if place else 0
+        return self._node_stream
+
     def _workspace(self, kind: str, size: int, func: OpOverload) -> None:
-        key = (kind, self._thread(), self.stream)
+        key = (kind, self._thread(), self._current_stream())
         if key not in self._workspaces and size:
             self._workspaces[key] = self._allocate(
                 size, func, bill="workspace", name=f"{kind} workspace ({key[1]} thread)"
@@ -347,7 +378,8 @@ class Simulation:
 
     def _allocate(self, size: int, func: Any, bill: str = "", name: str = "") -> int:
         try:
-            block = self.allocator.malloc(size, self.stream)
+            stream = self._current_stream()
+            block = self.allocator.malloc(size, stream)
         except DeviceOutOfMemory as error:
             raise self._out_of_memory(error, func) from None
         index = len(self._allocations)
@@ -356,7 +388,7 @@ class Simulation:
                 requested=size,
                 block=block.size,
                 address=block.address,
-                stream=self.stream,
+                stream=stream,
                 bill=bill,
                 name=name,
                 operator=self._name(func),

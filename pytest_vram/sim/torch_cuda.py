@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import sys
 import time
 import types
@@ -347,7 +348,7 @@ def _streams(held: Patches, simulation: Any) -> None:
     def set_stream(stream: Any) -> None:
         if stream is not None:
             current[0] = stream
-            simulation.stream = stream_id(stream)
+            simulation.use_stream(stream_id(stream))
 
     functions: dict[str, Any] = {
         "Stream": Stream,
@@ -362,6 +363,18 @@ def _streams(held: Patches, simulation: Any) -> None:
     held.replace(torch.cuda, **functions)
     held.replace(torch.cuda.streams, Stream=Stream, Event=Event)
     held.replace(torch, Event=Event, Stream=Stream)
+    held.set(torch.Tensor, "record_stream", functools.partialmethod(_record_stream, simulation))
+
+
+_RECORD_STREAM = torch.Tensor.record_stream
+
+
+def _record_stream(self: torch.Tensor, simulation: Any, stream: Any) -> None:
+    """C++ takes only streams of its own."""
+    if isinstance(self, SimTensor):
+        simulation.record_stream(self, stream)
+    else:
+        _RECORD_STREAM(self, stream)
 
 
 def _random(held: Patches) -> None:

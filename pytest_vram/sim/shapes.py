@@ -1,0 +1,138 @@
+"""Shape rules and composites that PyTorch's own fake execution lacks.
+
+``META`` are meta kernels, registered while a simulation lasts. The handlers at the end run, in
+terms of operators that have rules, what CUDA's host code composes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_vram.sim import values
+from pytest_vram.sim.device import HANDLERS
+from pytest_vram.sim.tensors import CUDA, META as META_DEVICE, wrap
+
+aten = torch.ops.aten
+
+
+def _like_input(grad: Tensor, source: Tensor, *rest: Any, **more: Any) -> Tensor:
+    """MultiMarginLoss.cu, MultiLabelMarginCriterion.cu: a contiguous gradient."""
+    return torch.empty_like(source, memory_format=torch.contiguous_format)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Fused optimizer steps write into their arguments."""
+
+
+def _ctc_gradient(grad: Tensor, log_probs: Tensor, *rest: Any, **more: Any) -> Tensor:
+    """LossCTC.cu, ``ctc_loss_backward_gpu_template``."""
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+META: dict[str, Callable[..., Any]] = {
+    "_ctc_loss_backward": _ctc_gradient,
+    "multi_margin_loss_backward": _like_input,
+    "multilabel_margin_loss_backward": _like_input,
+    "_fused_sgd_": _nothing,
+    "_fused_sgd_.tensor_lr": _nothing,
+    "_fused_adagrad_": _nothing,
+    "_fused_adagrad_.tensor_lr": _nothing,
+}
+
+
+# -- losses that read lengths ---------------------------------------------------------------
+
+
+def ctc_loss_tensor(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *rest: Any
+) -> Tensor:
+    """LossCTC.cpp: the lengths become lists on the host, wherever they were."""
+    inputs, outputs = (
+        values.on_host(t) if t.is_cuda else t for t in (input_lengths, target_lengths)
+    )
+    return aten.ctc_loss.IntList(log_probs, targets, inputs.tolist(), outputs.tolist(), *rest)
+
+
+def _ctc_loss(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """``ctc_loss_gpu_template`` of LossCTC.cu: the losses, and alpha as large as the longest target
+    needs."""
+    log_probs, target_lengths = args[0], args[3]
+    steps, batch, _ = log_probs.shape
+    alpha = (batch, steps, 2 * max(target_lengths) + 1)
+    outputs = [
+        wrap(mode, torch.empty(shape, dtype=log_probs.dtype, device=META_DEVICE), CUDA)
+        for shape in ((batch,), alpha)
+    ]
+    mode.ledger.operator(func, args, kwargs, outputs, None, True)
+    return tuple(outputs)
+
+
+# -- what is a loop of other operators ------------------------------------------------------
+
+
+def _pair(left: Tensor, right: Tensor, summed: set[int]) -> Tensor:
+    """``sumproduct_pair`` of Linear.cpp with ``keepdim``: one batched product, in which dimensions
+    that both have are the batch, and those that only one has its rows or columns."""
+    batch, rows, columns, inner = [], [], [], []
+    for dim in range(left.dim()):
+        mine, theirs = left.shape[dim] != 1, right.shape[dim] != 1
+        if dim in summed:
+            if mine and theirs:
+                inner.append(dim)
+            elif mine:
+                left = left.sum(dim, keepdim=True)
+            elif theirs:
+                right = right.sum(dim, keepdim=True)
+        elif mine and theirs:
+            batch.append(dim)
+        else:
+            (rows if mine else columns).append(dim)
+    rest = sorted(summed)
+    size = math.prod(left.shape[d] for d in inner)
+    count = math.prod(left.shape[d] for d in batch)
+    first = left.permute(*batch, *rows, *rest, *columns).reshape(count, -1, size)
+    second = right.permute(*batch, *rest, *columns, *rows).reshape(count, size, -1)
+    kept = [left.shape[d] for d in batch + rows] + [1] * len(rest)
+    kept += [right.shape[d] for d in columns]
+    order = [*batch, *rows, *rest, *columns]
+    return torch.bmm(first, second).view(kept).permute(*(order.index(d) for d in range(len(order))))
+
+
+def _trilinear(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Linear.cpp, ``_trilinear``: a loop over one dimension, two batched products in each turn."""
+    given, expands, summed = list(args[:3]), args[3:6], set(args[6])
+    unrolled = args[7] if len(args) > 7 else 1
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        for number, expand in enumerate(expands):
+            for dim in sorted(expand):
+                given[number] = given[number].unsqueeze(dim)
+        shape = torch.broadcast_shapes(*(t.shape for t in given))
+        last = {d for d in summed - {unrolled} if d not in expands[2]}
+        out = torch.zeros(
+            [1 if d in summed else n for d, n in enumerate(shape)],
+            dtype=given[0].dtype, device=given[0].device,
+        )  # fmt: skip
+        for k in range(shape[unrolled]):
+            one, two, three = (
+                t if unrolled in expand else t.narrow(unrolled, k, 1)
+                for t, expand in zip(given, expands, strict=True)
+            )
+            part = _pair(_pair(one, two, summed - {unrolled} - last), three, last)
+            target = out if unrolled in summed else out.narrow(unrolled, k, 1)
+            target.add_(part)
+            del part
+        return out.squeeze(sorted(summed))
+
+
+HANDLERS[aten._ctc_loss.default] = _ctc_loss
+HANDLERS[aten._trilinear.default] = _trilinear
+
+#: Composites that ask where their arguments are.
+COMPOSITES: dict[str, Callable[..., Any]] = {"ctc_loss.Tensor": ctc_loss_tensor}
+
+__all__ = ["COMPOSITES", "META"]
