@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from pytest_vram.sim import inplace, values
+from pytest_vram.sim import inplace, layouts, values
 from pytest_vram.sim.frames import storing_item
 from pytest_vram.sim.kernels import RULES, Card, attention, convolution, rnn
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
@@ -190,9 +190,10 @@ class SimMode(FakeTensorMode):
         if recipe is not None:
             result, flat = self._from_recipe(recipe, tensors)
         else:
-            result, flat, recipe = self._from_scratch(func, types, args, kwargs, key, tensors)
-            if flat is None:
+            result, made, recipe = self._from_scratch(func, types, args, kwargs, key, tensors)
+            if made is None:
                 return result
+            flat = made
         if inplace.takes_over(func, args, self.added_in_place):
             self.ledger.in_place(func, args, kwargs, result)
         else:
@@ -228,13 +229,16 @@ class SimMode(FakeTensorMode):
         """PyTorch's own fake execution; what it calls inside belongs to this operator."""
         self.nested += 1
         try:
-            result = self.dispatch(func, types, args, kwargs)
+            result: Any = self.dispatch(func, types, args, kwargs)
             if func in CONVOLUTIONS and self.nested == 1 and result is not NotImplemented:
                 single = isinstance(result, torch.Tensor)
-                results = [result] if single else list(result)
+                results: list[Any] = [result] if single else list(result)
                 with self:
                     results = convolution.laid_out(func, args, results, self.ledger.card)
                 return results[0] if single else tuple(results)
+            if self.nested == 1 and result is not NotImplemented:
+                with self:
+                    return layouts.laid_out(func, args, result)
             return result
         finally:
             self.nested -= 1
@@ -429,7 +433,7 @@ def parts_of(mode: FakeTensorMode, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _make_recipe(result: Any, flat: list[Any], tensors: list[torch.Tensor]) -> Recipe | None:
