@@ -20,17 +20,23 @@ demo: $(READY)
 	$(BIN)/python fixtures/demo/run_demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow'
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The slower stages: everything marked slow, then the stub driver's (PyTorch's CUDA build without a
-# card; downloads several GB once, see tests/stub_driver/README.md).
+# The slower stages: everything marked slow, then the same figures with PyTorch's CUDA build 2.14.1,
+# to the byte. `make stub` builds that and the driver that does nothing (downloads several GB once).
+STUB ?= $(HOME)/.cache/pytest-vram-stub
+EXACT := tests/conformance/test_training_cases.py tests/conformance/test_programs.py \
+	tests/conformance/test_fuzz.py
+
 conformance: $(READY)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
+	test ! -f $(STUB)/interpreter || \
+		PYTHONPATH=. $$(cat $(STUB)/interpreter) -m pytest -q -n 2 --dist load $(EXACT)
 
 stub: $(READY)
 	bash tests/stub_driver/build.sh

@@ -12,14 +12,16 @@ here=$(cd "$(dirname "$0")" && pwd)
 cache=${VRAM_STUB_CACHE:-$HOME/.cache/pytest-vram-stub}
 mkdir -p "$cache/lib" "$cache/objects"
 
+root=$(cd "$here/../.." && pwd)
 python=${VRAM_STUB_PYTHON:-}
-earlier=$HOME/.cache/vram-oracle/venv/bin/python # where this driver was first kept
-[ -n "$python" ] || [ ! -x "$earlier" ] || python=$earlier
 if [ -z "$python" ]; then
     python=$cache/venv/bin/python
     [ -x "$python" ] || "${VRAM_STUB_BASE:-python3}" -m venv "$cache/venv"
     "$python" -c 'import torch; assert torch.version.cuda' 2>/dev/null ||
-        "$python" -m pip install -q torch==2.14.1 numpy
+        "$python" -m pip install -q torch==2.14.1 torchvision==0.29.1
+    "$python" -c 'import peft, pytest, xdist' 2>/dev/null ||
+        "$python" -m pip install -q -c "$root/requirements/constraints.txt" \
+            -r "$root/requirements/stub.txt"
 fi
 "$python" -c 'import torch; assert torch.version.cuda, "a CPU build of PyTorch"'
 echo "$python" > "$cache/interpreter"
