@@ -128,7 +128,7 @@ class WiringWatch(Listener):
         ]
         now = self._loop_scale(scaler)
         wrong = [state for state in states if state.scale not in (1.0, now)]
-        if not wrong or now is None:
+        if not wrong or not now:  # a scale that has collapsed to 0 is the scaler watch's finding
             return
         was = wrong[0].scale
         seen = self._scaler(scaler)
