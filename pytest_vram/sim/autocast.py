@@ -104,14 +104,14 @@ class CastPolicy:
         self.key, self.device_type, self.on_cast = key, device_type, on_cast
         self._below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         self._cache: dict[int, tuple[weakref.ref[Any], Any]] = {}
-        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._register()
 
     def close(self) -> None:
         """Give the operators their own kernels back."""
         self._cache.clear()
         if self._library is not None:
-            self._library._destroy()
+            self._library._destroy()  # type: ignore[no-untyped-call]
             self._library = None
 
     def clear(self) -> None:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def installed(simulation: Any) -> Iterator[None]:
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     mine: list[Any] = []
     try:
         for name, function in {**rnn.META, **shapes.META}.items():
@@ -44,7 +44,7 @@ def installed(simulation: Any) -> Iterator[None]:
     finally:
         for operator in mine:
             del HANDLERS[operator]
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _as_handler(function: Callable[..., Any]) -> Callable[..., Any]:

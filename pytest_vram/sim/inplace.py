@@ -52,7 +52,7 @@ _watch: Callable[[tuple[int, int]], None] | None = None
 
 def counts(tensor: torch.Tensor) -> tuple[int, int]:
     """Reference counts of a tensor and of its storage."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 def known() -> bool:
@@ -67,7 +67,7 @@ def calibrate(make_leaf: Callable[[], torch.Tensor]) -> None:
     _watch = seen.append
     try:
         shared = make_leaf() * 2
-        (shared * 3 + shared * 4).sum().backward()
+        (shared * 3 + shared * 4).sum().backward()  # type: ignore[no-untyped-call]
     finally:
         _watch = None
     assert seen, "autograd did not add the two gradients of a shared tensor"

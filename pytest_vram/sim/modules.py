@@ -71,13 +71,13 @@ class _Moved:
 @contextlib.contextmanager
 def installed(simulation: Any) -> Iterator[None]:
     moved = _Moved()
-    data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+    data = torch._C.TensorBase.data
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         if type(self) is SimTensor and type(value) is SimTensor:
             # Graph nodes hold the C++ tensor: it must stay and take the new storage, or the old
             # one would live as long as the graph does.
-            data.__set__(self, value)
+            data.__set__(self, value)  # type: ignore[attr-defined]
             values.take_over(self, value)
         elif type(self) is SimTensor or type(value) is SimTensor:
             grad = self.grad
@@ -86,12 +86,12 @@ def installed(simulation: Any) -> Iterator[None]:
             moved.move(self, content)
             self.grad = grad
         else:
-            data.__set__(self, value)
+            data.__set__(self, value)  # type: ignore[attr-defined]
 
     def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         if recurse:
             for child in module.children():
-                child._apply(fn)
+                child._apply(fn)  # type: ignore[no-untyped-call]
         for param in module._parameters.values():
             if param is not None:
                 _convert(param, fn, moved)
@@ -103,7 +103,7 @@ def installed(simulation: Any) -> Iterator[None]:
 
     with patches() as held:
         held.set(torch.nn.Module, "_apply", apply)
-        held.set(torch.Tensor, "data", property(data.__get__, set_data))
+        held.set(torch.Tensor, "data", property(data.__get__, set_data))  # type: ignore[attr-defined]
         handle = register_optimizer_step_pre_hook(
             lambda optimizer, args, kwargs: moved.optimizer(optimizer)
         )

@@ -53,9 +53,9 @@ def ctc_loss_tensor(
 ) -> Tensor:
     """LossCTC.cpp: the lengths become lists on the host, wherever they were."""
     inputs, outputs = (
-        values.on_host(t) if t.is_cuda else t for t in (input_lengths, target_lengths)
+        values.on_host(t) if t.is_cuda else t for t in (input_lengths, target_lengths)  # type: ignore[arg-type]
     )
-    return aten.ctc_loss.IntList(log_probs, targets, inputs.tolist(), outputs.tolist(), *rest)
+    return aten.ctc_loss.IntList(log_probs, targets, inputs.tolist(), outputs.tolist(), *rest)  # type: ignore[no-any-return]
 
 
 def _ctc_loss(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -78,7 +78,10 @@ def _ctc_loss(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
 def _pair(left: Tensor, right: Tensor, summed: set[int]) -> Tensor:
     """``sumproduct_pair`` of Linear.cpp with ``keepdim``: one batched product, in which dimensions
     that both have are the batch, and those that only one has its rows or columns."""
-    batch, rows, columns, inner = [], [], [], []
+    batch: list[int] = []
+    rows: list[int] = []
+    columns: list[int] = []
+    inner: list[int] = []
     for dim in range(left.dim()):
         mine, theirs = left.shape[dim] != 1, right.shape[dim] != 1
         if dim in summed:
@@ -111,7 +114,7 @@ def _trilinear(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
         for number, expand in enumerate(expands):
             for dim in sorted(expand):
                 given[number] = given[number].unsqueeze(dim)
-        shape = torch.broadcast_shapes(*(t.shape for t in given))
+        shape = torch.broadcast_shapes(*(t.shape for t in given))  # type: ignore[no-untyped-call]
         last = {d for d in summed - {unrolled} if d not in expands[2]}
         out = torch.zeros(
             [1 if d in summed else n for d, n in enumerate(shape)],

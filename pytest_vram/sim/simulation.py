@@ -102,7 +102,7 @@ class Simulation:
     def __enter__(self) -> Simulation:
         if self._stack is not None:
             raise RuntimeError("a Simulation can be entered once; make another one")
-        if torch.cuda.Stream is torch_cuda.Stream:
+        if torch.cuda.Stream is torch_cuda.Stream:  # type: ignore[comparison-overlap]
             raise RuntimeError(
                 "torch.cuda is simulated already; leave that simulation before entering another"
             )
@@ -268,14 +268,13 @@ class Simulation:
     def _run(self, steps: Program, outputs: list[Any], func: OpOverload) -> None:
         taken: dict[str, int] = {}
         for step in steps:
-            kind = type(step)
-            if kind is Out:
+            if isinstance(step, Out):
                 tensor = outputs[step.index]
                 if type(tensor) is SimTensor:
                     self._new_tensor(tensor, func, step.size)
-            elif kind is Take:
+            elif isinstance(step, Take):
                 taken[step.key] = self._allocate(step.size, func, bill="temporary", name=step.why)
-            elif kind is Give:
+            elif isinstance(step, Give):
                 index = taken.pop(step.key, None)
                 if index is not None:
                     self._free(index)
@@ -475,7 +474,7 @@ class Simulation:
         if found is None:
             return 0
         offset = tensor.storage_offset() * tensor.element_size()
-        return self._allocations[found.index].address + offset
+        return self._allocations[found.index].address + offset  # type: ignore[return-value]
 
     def resized(self, storage: Any, size: int) -> None:
         """``UntypedStorage.resize_``: the old block goes, a new one comes (resizing to 0 frees)."""

@@ -42,7 +42,7 @@ class SimTensor(FakeTensor):
     _nested_int_memo_vc = None
     sim_value: Any = None  #: (value on the host, version at which it is true), or None
 
-    @property
+    @property  # type: ignore[misc]
     def device(self) -> torch.device:  # type: ignore[override]
         if self.fake_mode.in_kernel_invocation:
             return META
@@ -63,7 +63,7 @@ class SimTensor(FakeTensor):
     def get_device(self) -> int:
         return 0 if self.is_cuda else -1
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.fake_mode.in_kernel_invocation:
             return "SimTensor(...)"
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -132,11 +132,11 @@ class SimTensor(FakeTensor):
 
                 setattr(copy, key, copying.deepcopy(value, memo))
         if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)
+            copy.grad = self.grad.__deepcopy__(memo)  # type: ignore[no-untyped-call]
         return copy
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.prim.device.default:
             return answer_device(args)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -176,7 +176,7 @@ def wrap(mode: FakeTensorMode, elem: torch.Tensor, device: torch.device) -> SimT
     attributes["_fake_device"] = device
     attributes["fake_device"] = device  # where torch 2.6 keeps it
     attributes["fake_mode"] = mode
-    return tensor  # type: ignore[return-value]
+    return tensor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -142,8 +142,7 @@ class _Device:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, *exc: Any) -> bool:
-        return False
+    def __exit__(self, *exc: Any) -> None: ...
 
 
 def _index(device: Any) -> int:
@@ -410,7 +409,7 @@ def _random(held: Patches) -> None:
         """A generator of the simulated card is the host's: it holds no device memory."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
-            return generator.__new__(generator, device="cpu")
+            return generator.__new__(generator, device="cpu")  # type: ignore[call-arg]
 
     held.set(torch, "Generator", Generator)
 
@@ -495,7 +494,7 @@ def _tensors(held: Patches, simulation: Any) -> None:
     # Libraries take fake tensors for a compiler's tracing and then avoid reading values (e.g.
     # transformers' is_tracing); a card is no tracer. PyTorch itself uses the class's own module.
     held.set(torch._subclasses, "FakeTensor", _NotATracer)
-    group = torch._C._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
+    group = torch._C._group_tensors_by_device_and_dtype
 
     def group_by_device(*args: Any, **kwargs: Any) -> Any:
         # C++ groups by what simulated tensors answer to C++
