@@ -49,7 +49,7 @@ def installed(simulation: Any) -> Iterator[None]:
 
 def _as_handler(function: Callable[..., Any]) -> Callable[..., Any]:
     def handler(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        with mode:
+        with mode.as_called(func):
             return function(*args, **kwargs)
 
     return handler

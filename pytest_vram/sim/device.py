@@ -15,7 +15,8 @@ would have allocated them, with its scratch (:mod:`pytest_vram.sim.kernels`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -97,12 +98,17 @@ _NOT_CACHEABLE: set[OpOverload] = {
 }
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 _SCALARS = (int, float, bool, str, type(None), complex)
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+
+
+def _has_kernel(func: OpOverload, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
 class _Uncacheable(Exception):
@@ -171,8 +177,7 @@ class SimMode(FakeTensorMode):
             if result is not NotImplemented:
                 return result
         if self._is_composite(func):
-            # Autograd takes composites apart; inference tensors come here without it.
-            with self:
+            with self.as_called(func):
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         return self._simulate(func, types, args, kwargs, key, tensors, on_gpu)
 
@@ -258,16 +263,34 @@ class SimMode(FakeTensorMode):
                     out.__dict__["_fake_device"] = CPU
         return flat
 
+    @contextlib.contextmanager
+    def as_called(self, func: Any) -> Iterator[None]:
+        """The parts of a composite that came here whole see views and autocast as its caller did.
+
+        Autograd takes composites apart; inference tensors come here without it, and a dispatch
+        turns everything above it off. Autocast stays off where ``func`` has a cast policy of its
+        own: that has been followed already.
+        """
+        followed = _has_kernel(func, "AutocastCUDA")
+        with self, torch._C._RestorePythonTLSSnapshot():
+            if followed:
+                with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+                    yield
+            else:
+                yield
+
     def _is_composite(self, func: Any) -> bool:
         """Whether CUDA runs ``func`` as a composition of other operators."""
         known = self._composites.get(func)
         if known is None:
+            # Some have kernels of their own beside (silu_backward); CUDA's are not registered in
+            # a CPU build, but the CPU's are, or this package has a rule.
             known = (
                 isinstance(func, OpOverload)
-                and func not in RULES  # a kernel of CUDA's own beside the composite
-                and torch._C._dispatch_has_kernel_for_dispatch_key(
-                    func.name(), "CompositeImplicitAutograd"
-                )
+                and func not in RULES
+                and _has_kernel(func, "CompositeImplicitAutograd")
+                and not _has_kernel(func, "CPU")
+                and not _has_kernel(func, "CUDA")
             )
             self._composites[func] = known
         return known

@@ -71,3 +71,22 @@ def test_casts_made_without_gradients_serve_gradients_since_2_11(gpu: Simulation
     assert operators == ["aten::_to_copy", "aten::mm"]  # the batch's cast, not the weight's again
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     assert output.requires_grad == (version >= (2, 11))
+
+
+def test_parts_of_a_composite_follow_autocast(gpu: Simulation) -> None:
+    logits = torch.empty(1024, 1024, dtype=torch.bfloat16, device="cuda")
+    labels = torch.zeros(1024, dtype=torch.long, device="cuda")
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        loss = nn.functional.cross_entropy(logits * 1, labels)
+    assert loss.dtype is torch.float32  # nll_loss is on the fp32 list
+    assert 4 * MIB in [a.requested for a in gpu.trace().allocations]
+
+
+def test_a_linear_layer_folds_a_transposed_batch(gpu: Simulation) -> None:
+    layer = nn.Linear(512, 512, device="cuda")
+    batch = torch.empty(4, 512, 128, device="cuda")
+    with torch.inference_mode():
+        layer(batch.transpose(1, 2))
+    made = [a for a in gpu.trace().allocations if a.requested == MIB]
+    # matmul folds since the weight requires a gradient, so the batch is copied: batch, copy, result
+    assert [a.operator for a in made[1:]] == ["aten::empty", "aten::clone", "aten::mm"]
