@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
-#: ``binary_cross_entropy`` raises under CUDA autocast (autocast_mode.cpp, ``binary_cross_entropy_banned``).
+#: ``binary_cross_entropy`` raises under CUDA autocast (autocast_mode.cpp,
+#: ``binary_cross_entropy_banned``).
 BANNED: tuple[str, ...] = ("binary_cross_entropy",)
 
-#: Registered for CUDA beside the macros (autocast_mode.cpp, ``TORCH_LIBRARY_IMPL(aten, AutocastCUDA)``).
+#: Registered for CUDA beside the macros (autocast_mode.cpp,
+#: ``TORCH_LIBRARY_IMPL(aten, AutocastCUDA)``).
 LOWER_PRECISION_EXTRA: tuple[str, ...] = (
     "cudnn_convolution",
     "cudnn_convolution_transpose",

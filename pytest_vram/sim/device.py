@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pytest_vram.sim import inplace, layouts, values
 from pytest_vram.sim.frames import storing_item
@@ -111,11 +111,11 @@ def _has_kernel(func: OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
-class _Uncacheable(Exception):
+class _Uncacheable(Exception):  # noqa: N818
     pass
 
 
-class SimMode(FakeTensorMode):
+class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """The dispatch of one simulation. ``ledger`` hears of every allocation."""
 
     def __init__(self, ledger: StorageLedger) -> None:
@@ -129,7 +129,7 @@ class SimMode(FakeTensorMode):
         self._composites: dict[OpOverload, bool] = {}
 
     @property
-    def avoid_device_init(self) -> bool:  # type: ignore[override]
+    def avoid_device_init(self) -> bool:
         """There is no device to initialise, whatever ``torch.cuda.is_available`` now says."""
         return True
 
@@ -146,7 +146,7 @@ class SimMode(FakeTensorMode):
 
     # -- dispatch ---------------------------------------------------------------------------
 
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -168,9 +168,9 @@ class SimMode(FakeTensorMode):
         args, kwargs, moved = self._devices(func, args, kwargs, simulated)
         if moved is not None:
             on_gpu = on_gpu or moved.type == "cuda"
-        if not simulated and (moved is None or moved.type in ("cpu", "meta")):
-            if moved is META or not _too_large(func, args):
-                return func(*args, **kwargs)
+        on_host = not simulated and (moved is None or moved.type in ("cpu", "meta"))
+        if on_host and (moved is META or not _too_large(func, args)):
+            return func(*args, **kwargs)
         handler = HANDLERS.get(func)
         if handler is not None:
             result = handler(self, func, args, kwargs)
@@ -380,7 +380,7 @@ class SimMode(FakeTensorMode):
                 elem = torch.empty_strided(out[1], out[2], dtype=out[3], device=META)
                 tensor = wrap(self, elem, out[4])
             elif kind == "arg":
-                tensor = tensors[out[1]]  # type: ignore[assignment]
+                tensor = tensors[out[1]]
             elif torch.is_inference_mode_enabled() and not tensors[out[1]].is_inference():
                 with torch.inference_mode(False):  # a view of an ordinary tensor is one too
                     tensor = self._view(tensors[out[1]], out)

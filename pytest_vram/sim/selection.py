@@ -46,7 +46,8 @@ def _positions(mode: SimMode, mask: torch.Tensor, func: Any) -> SimTensor:
         found, count = None, round(share * mask.numel())
     else:
         raise values.DataDependent(values.explain(func))
-    # nonzero_out_cuda writes a [dim, count] buffer and returns its transpose (native/cuda/Nonzero.cu)
+    # nonzero_out_cuda writes a [dim, count] buffer and returns its transpose
+    # (native/cuda/Nonzero.cu)
     elem = torch.empty((mask.dim(), count), dtype=torch.int64, device=META).t()
     out = wrap(mode, elem, CUDA)
     mode.ledger.operator(aten.nonzero.default, (mask,), {}, [out], None, True)

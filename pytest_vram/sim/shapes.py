@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pytest_vram.sim import values
 from pytest_vram.sim.device import HANDLERS
-from pytest_vram.sim.tensors import CUDA, META as META_DEVICE, wrap
+from pytest_vram.sim.tensors import CUDA, wrap
+from pytest_vram.sim.tensors import META as META_DEVICE
 
 aten = torch.ops.aten
 
@@ -53,7 +54,8 @@ def ctc_loss_tensor(
 ) -> Tensor:
     """LossCTC.cpp: the lengths become lists on the host, wherever they were."""
     inputs, outputs = (
-        values.on_host(t) if t.is_cuda else t for t in (input_lengths, target_lengths)  # type: ignore[arg-type]
+        values.on_host(t) if t.is_cuda else t  # type: ignore[arg-type]
+        for t in (input_lengths, target_lengths)
     )
     return aten.ctc_loss.IntList(log_probs, targets, inputs.tolist(), outputs.tolist(), *rest)  # type: ignore[no-any-return]
 

@@ -19,8 +19,7 @@ from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.device import CONVOLUTIONS, Recipe, SimMode, parts_of
 from pytest_vram.sim.frames import describe, user_frame
-from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, Workspace, program
-from pytest_vram.sim.kernels import convolution
+from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, convolution, program
 from pytest_vram.sim.kernels.attention import Choice, default_cudnn
 from pytest_vram.sim.kernels.versions import WORKSPACE_VARIABLES
 from pytest_vram.sim.profiles import Profile

@@ -149,10 +149,7 @@ def _index(device: Any) -> int:
     """The index of a named device; only ``cuda:0`` exists."""
     if device is None:
         return 0
-    if isinstance(device, int):
-        index = device
-    else:
-        index = torch.device(device).index or 0
+    index = device if isinstance(device, int) else torch.device(device).index or 0
     if index not in (0, -1):
         raise AssertionError("Invalid device id")
     return 0
@@ -236,7 +233,8 @@ def _device_queries(held: Patches, simulation: Any) -> None:
         temperature=lambda device=None: 0,
         power_draw=lambda device=None: 0,
         clock_rate=lambda device=None: 0,
-        device_memory_used=lambda device=None: profile.memory - simulation.allocator.mem_get_info()[0],
+        device_memory_used=lambda device=None: profile.memory
+        - simulation.allocator.mem_get_info()[0],
     )  # fmt: skip
     held.replace(
         torch._C,

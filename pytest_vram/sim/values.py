@@ -30,11 +30,11 @@ FLOAT_LIMIT = 64
 UNKNOWN_BOOL, UNKNOWN_FLOAT, UNKNOWN_INT = False, 1.0, 1
 
 
-class DataDependent(RuntimeError):
+class DataDependent(RuntimeError):  # noqa: N818
     """A value that the simulation does not have decides what happens next."""
 
 
-class NoSimulatedKernel(NotImplementedError):
+class NoSimulatedKernel(NotImplementedError):  # noqa: N818
     """An operator without a shape rule: PyTorch calls it a fake (or meta) implementation."""
 
 

@@ -37,8 +37,8 @@ from torch import nn
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from fuzz_losses import loss_code
-from fuzz_parts import PARTS, Shape
+from fuzz_losses import loss_code  # noqa: E402
+from fuzz_parts import PARTS, Shape  # noqa: E402
 
 #: Tensors of a generated program have at most so many elements.
 LIMIT = 1 << 22

@@ -656,7 +656,7 @@ def pack_padded_sequence(
         length = int(lengths[batch - 1 - index])
         if length > before:
             running = batch - index
-            if running < batch and length - before > 1 or not line.is_contiguous():
+            if (running < batch and length - before > 1) or not line.is_contiguous():
                 copies += 1
                 yield Take(f"part{copies}", (length - before) * running * row, "steps in one piece")
             before = length
