@@ -325,10 +325,11 @@ def held_by(owners: Iterable[Any]) -> int:
     waiting = list(owners)
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, _OPAQUE):
+        kind = type(value)  # isinstance() asks a weak proxy for the class of what may be dead
+        if id(value) in seen or issubclass(kind, _OPAQUE):
             continue
         seen.add(id(value))
-        if isinstance(value, Tensor):
+        if issubclass(kind, Tensor):
             if value.is_cuda:
                 storage = value.untyped_storage()
                 storages[storage._cdata] = -(-storage.nbytes() // 512) * 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import types
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -215,12 +216,12 @@ class Plugin:
         collected = {getattr(node, "originalname", None) or node.name for node in found or ()}
         problems = []
         for name, value in vars(collector.obj).items():
-            function = getattr(value, "_get_wrapped_function", lambda value=value: value)()
-            marks = getattr(function, "pytestmark", None)
-            if name in collected or isinstance(function, type) or not isinstance(marks, list):
+            function = _function_of(value)
+            if function is None or name in collected:
                 continue
+            marks = getattr(function, "pytestmark", ())
             if any(getattr(mark, "name", "") == MARKER for mark in marks):
-                line = function.__code__.co_firstlineno if hasattr(function, "__code__") else 0
+                line = function.__code__.co_firstlineno
                 kind = "a fixture" if function is not value else "no test that pytest collects"
                 problems.append(
                     f"{collector.nodeid.partition('::')[0]}:{line}: {name}: {MARKER} marks "
@@ -281,6 +282,15 @@ class Plugin:
         if run.ran:
             run.finish(passed=True)
         return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        finally:
+            run = item.stash.get(self.run_key, None)
+            if run is not None:
+                run.heal()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -426,6 +436,16 @@ def _marks(item: pytest.Item) -> list[Any]:
         inherited = [_own_marks(base) for base in bases]
         found += closest_first(marks, parameters, [mark for marks in inherited for mark in marks])
     return found
+
+
+def _function_of(value: object) -> types.FunctionType | None:
+    """A plain function, or the one under a fixture. Other objects of a module are not asked for
+    anything: lazy modules import, and ``torch.ops`` has every attribute."""
+    if type(value) is types.FunctionType:
+        return value
+    if type(value).__name__ == "FixtureFunctionDefinition":  # since pytest 8.4
+        return value._get_wrapped_function()  # type: ignore[attr-defined, no-any-return]
+    return None
 
 
 def _own_marks(base: type) -> list[Any]:

@@ -305,13 +305,18 @@ def _grows(sizes: list[int]) -> bool:
     return len(sizes) >= 3 and all(b > a for a, b in pairwise(sizes))
 
 
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """isinstance() asks a proxy for its class: lazy ones import then, weak ones may be dead."""
+    return issubclass(type(value), kind)
+
+
 def _direct_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+    if _is(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)) and len(value) < 1000:
-        yield from (inner for inner in value if isinstance(inner, Tensor))
+    elif _is(value, (list, tuple)) and len(value) < 1000:
+        yield from (inner for inner in value if _is(inner, Tensor))
     elif type(value) is dict and len(value) < 1000:
-        yield from (inner for inner in value.values() if isinstance(inner, Tensor))
+        yield from (inner for inner in value.values() if _is(inner, Tensor))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -352,7 +357,7 @@ def _graphs() -> Iterator[tuple[str, int]]:
     for frame in _training_frames():
         code = frame.f_code
         for name, value in local_variables(frame).items():
-            if isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
+            if _is(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
                 line = shown(code.co_filename, frame.f_lineno, code.co_name)
                 yield f"variable '{name}' in {code.co_name}\n{line}", _count_nodes(value.grad_fn)
 
@@ -373,7 +378,7 @@ def _containers() -> Iterator[tuple[str, int]]:
     """Lists and dicts in local variables, and how many tensors on the GPU they hold."""
     for frame in _training_frames():
         for name, value in local_variables(frame).items():
-            if isinstance(value, (list, dict)):
+            if _is(value, (list, dict)):
                 count = sum(1 for tensor in _direct_tensors(value) if tensor.device.type == "cuda")
                 if count:
                     yield f"{type(value).__name__} '{name}' in {frame.f_code.co_name}", count
@@ -383,13 +388,12 @@ def _objects_with_tensors() -> list[tuple[str, weakref.ref[Any]]]:
     """Objects with a tensor on the GPU among their attributes, without keeping them alive."""
     found = []
     for item in gc.get_objects():
-        kind = type(item)  # isinstance() asks proxies for their class, which imports things
-        if issubclass(kind, (Tensor, nn.Module, type)):
+        if _is(item, (Tensor, nn.Module, type)):
             continue
         try:
             own = object.__getattribute__(item, "__dict__")
-            if any(issubclass(type(v), Tensor) and v.device.type == "cuda" for v in own.values()):
-                found.append((kind.__name__, weakref.ref(item)))
+            if any(_is(value, Tensor) and value.device.type == "cuda" for value in own.values()):
+                found.append((type(item).__name__, weakref.ref(item)))
         except (AttributeError, TypeError):  # no attributes, or no weak references to it
             continue
     return found

@@ -166,17 +166,26 @@ class Probes:
     # ---- life
 
     def __enter__(self) -> Probes:
-        undo = self._undo
+        try:
+            self._install(self._undo)
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def _install(self, undo: contextlib.ExitStack) -> None:
         for handle in (
             module_hooks.register_module_module_registration_hook(self._registered),
             module_hooks.register_module_forward_pre_hook(self._entered),
-            module_hooks.register_module_forward_hook(
+            after_forward := module_hooks.register_module_forward_hook(
                 self._left, with_kwargs=True, always_call=True
             ),
             optimizers.register_optimizer_step_pre_hook(self._optimizer_pre),
             optimizers.register_optimizer_step_post_hook(self._optimizer_post),
         ):
             undo.callback(handle.remove)
+        # RemovableHandle forgets this entry (torch/nn/modules/module.py, 2.6 to 2.14).
+        undo.callback(module_hooks._global_forward_hooks_with_kwargs.pop, after_forward.id, None)
         # torch.autograd.backward and .grad look the engine's entry up in torch/autograd/__init__.py
         # (2.6 to 2.14).
         self._patch(torch.autograd, "_engine_run_backward", self._around_backward)
@@ -195,7 +204,6 @@ class Probes:
                 self._patch(scheduler, "step", self._around_scheduler_step)
         self._patch(schedulers.LRScheduler, "_initial_step", self._around_initial_step)
         self._patch(torch, "clear_autocast_cache", self._around_cache_clear)
-        return self
 
     def __exit__(
         self,

@@ -214,6 +214,21 @@ def test_fine(model): pass
     result.stdout.re_match_lines([".*([Mm]arks cannot be applied to fixtures|marks a fixture).*"])
 
 
+def test_objects_that_have_every_attribute_or_none_are_left_alone(project: Project) -> None:
+    project.write("""
+from torch import classes, ops
+
+class Lazy:
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name}: what this needs is not installed")
+
+lazy = Lazy()
+
+def test_fine(): pass
+""")
+    assert outcomes(project.run()) == {"passed": 1}
+
+
 def test_unittest_methods_are_held_to_their_budget(project: Project) -> None:
     project.write(f"""
 import unittest

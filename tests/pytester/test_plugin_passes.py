@@ -32,6 +32,19 @@ def test_x():
     )
 
 
+def test_the_users_own_code_may_lie_in_a_directory_called_torch(project: Project) -> None:
+    project.write(
+        f"""
+{BUDGET}
+def test_x():
+    if loop("cuda")[-1] == 1.0:  # what a simulated read answers
+        raise ValueError("no progress")
+""",
+        "torch/test_a.py",
+    )
+    assert outcomes(project.run(cpu=True)) == {"passed": 1}
+
+
 def test_without_a_real_pass_it_is_an_error_that_says_so(project: Project) -> None:
     project.write(f"""
 {BUDGET}
@@ -253,6 +266,41 @@ def test_y(model, optimizer):
 """)
     result = project.run(cpu=True)
     assert outcomes(result) == {"passed": 3}
+
+
+def test_fixtures_may_hold_weak_proxies_of_the_dead(project: Project) -> None:
+    project.write(f"""
+import weakref
+
+@pytest.fixture
+def model():
+    model = nn.Linear(4, 4)
+    model.__dict__["trainer"] = weakref.proxy(nn.ReLU())
+    return model
+
+{BUDGET}
+def test_x(vram, model):
+    vram.train(model.to(vram.device), torch.optim.SGD(model.parameters(), 0.1),
+               lambda: model(torch.ones(2, 4, device=vram.device)).sum())
+""")
+    assert outcomes(project.run()) == {"passed": 1}
+
+
+def test_monkeypatches_of_the_simulated_card_are_undone(project: Project) -> None:
+    project.write(f"""
+real = torch.cuda.is_available, torch.cuda.empty_cache, torch.manual_seed
+
+{BUDGET}
+def test_x(vram, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    vram.train(*build(vram.device))
+
+def test_y():
+    assert (torch.cuda.is_available, torch.cuda.empty_cache, torch.manual_seed) == real
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 2}
 
 
 def test_pure_precisions_give_optimizers_back(project: Project) -> None:
