@@ -108,7 +108,7 @@ CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def _has_kernel(func: OpOverload, key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))  # type: ignore[no-untyped-call]
 
 
 class _Uncacheable(Exception):  # noqa: N818
@@ -272,7 +272,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         own: that has been followed already.
         """
         followed = _has_kernel(func, "AutocastCUDA")
-        with self, torch._C._RestorePythonTLSSnapshot():
+        with self, torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
             if followed:
                 with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
                     yield
