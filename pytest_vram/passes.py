@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pytest_vram.numerics import Watch
     from pytest_vram.numerics.memory_watch import Observed
     from pytest_vram.observe import Observer
+    from pytest_vram.planning.plan import Plan
     from pytest_vram.sim.profiles import Profile
 
 
@@ -139,7 +140,10 @@ def simulate(body: Body, profile: Profile) -> Outcome:
             Watch(values=False) as watch,
             MemoryWatch() as memory,
             Observer(simulation) as observer,
+            ExitStack() as stack,
         ):
+            textbook = _Textbook(observer, simulation.trace, body.budget.precision)
+            stack.callback(register_optimizer_step_post_hook(textbook.look).remove)
             current = Pass("simulation", torch.device("cuda", 0), body.budget, has_values=False)
             current.observer, current.watch = observer, watch
             current.label_tensor, current.snapshot = simulation.label, simulation.trace
@@ -151,7 +155,44 @@ def simulate(body: Body, profile: Profile) -> Outcome:
     outcome.observed, outcome.attention = memory.observed, tuple(simulation.attention)
     _read_watch(watch, body.budget, outcome)
     _keep(trace, outcome)
+    outcome.findings += textbook.findings(outcome)
     return outcome
+
+
+class _Textbook:
+    """What the closed form predicts, where the model's shape is recognised. The model is looked at
+    while it lives: after the first optimizer step."""
+
+    def __init__(self, observer: Observer, trace: Callable[[], Trace], precision: str) -> None:
+        self._observer, self._trace, self._precision = observer, trace, precision
+        self._looked = False
+        self._plan: Plan | None = None
+
+    def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._looked:
+            return
+        self._looked = True
+        modules = self._observer.modules
+        if len(modules) == 1:
+            from pytest_vram.planning.beside import closed_form
+
+            inputs = [
+                (one.dtype, one.shape)
+                for one in self._trace().allocations
+                if one.bill == "inputs" and one.shape is not None
+            ]
+            self._plan = closed_form(
+                modules[0], inputs, precision=self._precision, optimizer=optimizer
+            )
+
+    def findings(self, outcome: Outcome) -> tuple[Finding, ...]:
+        if self._plan is None or outcome.ledger is None or outcome.error is not None:
+            return ()
+        from pytest_vram.planning.beside import sentence
+
+        peak = outcome.ledger.peak
+        text = sentence(self._plan, peak.allocated, peak.bills)
+        return (Finding("memory-cause", "note", text, data={"closed_form": self._plan.peak}),)
 
 
 def measure(body: Body, index: int, estimate: Trace | None = None) -> Outcome:
