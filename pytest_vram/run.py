@@ -18,6 +18,7 @@ from pytest_vram.environment import Environment, environment
 from pytest_vram.findings import Finding
 from pytest_vram.fixture import Vram
 from pytest_vram.marker import Budget
+from pytest_vram.places import shown_from
 from pytest_vram.quantities import format_bytes
 from pytest_vram.record import PassRecord, TestRecord
 from pytest_vram.settings import Settings, find_gpu
@@ -77,7 +78,8 @@ class ItemRun:
         __tracebackhide__ = True
         body = self._body(original)
         try:
-            self._device_passes(body)
+            with shown_from(self.item.config.rootpath):
+                self._device_passes(body)
         except NoDeviceError as problem:
             self.vram.attach(None)
             pytest.fail(f"VRAM not checked: {problem}", pytrace=False)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from pytest_vram.places import here
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
@@ -33,9 +35,9 @@ def _kind(filename: str) -> str:
 
 
 def shown(filename: str, line: int, function: str) -> str:
-    """``train/loss.py:41 compute_loss``, relative to the working directory where it is inside."""
+    """``train/loss.py:41 compute_loss``, relative to :func:`pytest_vram.places.here` if inside."""
     with contextlib.suppress(ValueError):
-        filename = str(Path(filename).relative_to(Path.cwd()))
+        filename = str(Path(filename).relative_to(here()))
     return f"{filename}:{line} {function}"
 
 

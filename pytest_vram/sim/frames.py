@@ -11,6 +11,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from pytest_vram.places import here
+
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
@@ -46,7 +48,7 @@ def user_frame() -> tuple[CodeType, int] | None:
 
 
 def describe(code: CodeType, line: int) -> str:
-    """``train/loss.py:41 compute_loss``, the path relative to where the process runs."""
+    """``train/loss.py:41 compute_loss``, the path relative to :func:`pytest_vram.places.here`."""
     return describe_line(code.co_filename, line, code.co_name)
 
 
@@ -83,18 +85,20 @@ _PLUMBING = (
 )
 
 
-@lru_cache(maxsize=100_000)
 def describe_line(path: str, line: int, function: str) -> str:
     """:func:`describe` where only names are known, as in PyTorch's memory history."""
+    return f"{_short(path, here())}:{line} {function}"
+
+
+@lru_cache(maxsize=10_000)
+def _short(path: str, directory: str) -> str:
     if _SITE in path:
-        path = path.rsplit(_SITE, 1)[1]
-    else:
-        try:
-            relative = os.path.relpath(path)
-        except ValueError:  # another drive on Windows
-            relative = path
-        path = path if relative.startswith("..") else relative
-    return f"{path}:{line} {function}"
+        return path.rsplit(_SITE, 1)[1]
+    try:
+        relative = os.path.relpath(path, directory)
+    except ValueError:  # another drive on Windows
+        return path
+    return path if relative.startswith("..") else relative
 
 
 def user_line() -> str:

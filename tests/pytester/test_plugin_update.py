@@ -41,6 +41,18 @@ def test_recorded_then_compared(two: Project) -> None:
     assert two.baseline == text
 
 
+def test_lines_are_named_from_the_rootdir(project: Project) -> None:
+    project.write("""
+@pytest.mark.vram_budget("1 GiB")
+def test_x(vram, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    vram.train(*build(vram.device))
+""")
+    assert outcomes(project.run("--vram-update")) == {"passed": 1}
+    assert " test_a.py:" in project.baseline
+    assert str(project.path) not in project.baseline
+
+
 def test_a_regression_names_the_tensor_and_the_line(two: Project) -> None:
     two.run("--vram-update")
     path = two.write("WIDTH = 640\n" + TWO)
