@@ -25,7 +25,7 @@ from pytest_vram.sim.profiles import find_profile
 
 ROOT = Path(__file__).parents[2]
 RECORDING = ROOT / "fixtures" / "kernels" / "torch-2.14.json.gz"
-SHARED = Path(os.environ.get("VRAM_SHARED", ROOT.parent / "shared"))
+CACHE = Path(os.environ.get("VRAM_STUB_CACHE") or Path.home() / ".cache/pytest-vram-stub")
 
 
 class Call:
@@ -243,11 +243,12 @@ def test_half_sums_load_wider_vectors_since_2_10() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not (CACHE / "lib" / "libcudastub.so").exists(),
+    reason="the stub driver is not built: run tests/stub_driver/build.sh",
+)
 def test_the_recording_can_be_made_again(tmp_path: Path) -> None:
-    run = SHARED / "oracle" / "run.sh"
-    home = Path(os.environ.get("ORACLE_HOME", Path.home() / ".cache" / "vram-oracle"))
-    if not run.exists() or not (home / "venv").exists():
-        pytest.skip(f"no CUDA build on a stub driver: {run} and {home} are needed")
+    run = ROOT / "tests" / "stub_driver" / "run.sh"
     again = tmp_path / "again.json.gz"
     script = Path(__file__).with_name("kernel_probe.py")
     subprocess.run(
