@@ -103,6 +103,8 @@ def _pieces(tensors: list[Tensor]) -> Iterable[Tensor]:
 
 def _plain(tensor: Tensor) -> Tensor | None:
     """The strided floating-point data of a tensor: without graph, hooks or version counter."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside torch.func's vmap, grad
+        return None
     if tensor.is_sparse:
         tensor = tensor._values()
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:

@@ -261,3 +261,16 @@ def test_lines_are_shown_from_the_working_directory(tmp_path, monkeypatch) -> No
     monkeypatch.chdir(tmp_path)
     inside = str(tmp_path / "train" / "loss.py")
     assert shown(inside, 41, "compute_loss") == "train/loss.py:41 compute_loss"
+
+
+def test_modules_called_under_vmap_are_left_alone() -> None:
+    def body() -> None:
+        model = nn.Linear(4, 2).cuda()
+        parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+        def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+            return torch.func.functional_call(model, parameters, (row,)).square().mean()
+
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x())
+
+    assert not [found for found in health(body).findings if found.kind == "non-finite"]
