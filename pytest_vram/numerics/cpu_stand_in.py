@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from pytest_vram.sim.autocast import CastPolicy
+from pytest_vram.sim.eager import run_eagerly
+from pytest_vram.sim.files import load_elsewhere
 from pytest_vram.sim.patching import Patches, patches
 from pytest_vram.sim.torch_cuda import Event, Stream
 
@@ -47,6 +49,10 @@ class CpuStandIn(TorchFunctionMode):
             self.policy = CastPolicy("AutocastCPU", "cpu")
             self._stack.callback(self.policy.close)
             _patch_cuda(held)
+            run_eagerly(held, self._stack, lambda note: None)
+            load_elsewhere(held, lambda tensor: tensor.to("cuda"))
+            # DataLoader pins batches in a thread of its own, which no mode reaches
+            held.set(Tensor, "pin_memory", lambda self, *args, **kwargs: self)
             _patch_default_device(held, self)
             held.set(nn.Parameter, "__new__", _marking_parameter(nn.Parameter.__new__))
             _patch_autocast(held, self.policy, self._stack)

@@ -201,7 +201,8 @@ def remarks(records: Sequence[TestRecord], verbosity: int) -> list[Line]:
     new = [record for record in records if _lacks_baseline(record)]
     if new:
         tests = "1 test has" if len(new) == 1 else f"{len(new)} tests have"
-        lines.append(Line(f"{tests} no baseline here: pytest --vram-update records it"))
+        them = "it" if len(new) == 1 else "them"
+        lines.append(Line(f"{tests} no baseline here: pytest --vram-update records {them}"))
         for detail in dict.fromkeys(_baseline_details(new)):
             lines.append(Line(f"  {detail}"))
     return lines

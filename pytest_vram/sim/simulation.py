@@ -18,10 +18,13 @@ from pytest_vram.sim import composites, inplace, modules, selection, torch_cuda
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.device import CONVOLUTIONS, Recipe, SimMode, parts_of
+from pytest_vram.sim.eager import run_eagerly
+from pytest_vram.sim.files import load_elsewhere
 from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, convolution, program
 from pytest_vram.sim.kernels.attention import Choice, default_cudnn
 from pytest_vram.sim.kernels.versions import WORKSPACE_VARIABLES
+from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
@@ -108,6 +111,9 @@ class Simulation:
         with contextlib.ExitStack() as stack:
             self.policy = CastPolicy("AutocastCUDA", "cuda", on_cast=self._weight_cast)
             stack.callback(self.policy.close)
+            held = stack.enter_context(patches())
+            run_eagerly(held, stack, self.notes.append)
+            load_elsewhere(held, lambda tensor: tensor.to(self.device))
             stack.enter_context(torch_cuda.installed(self))
             stack.enter_context(composites.installed(self))
             stack.enter_context(modules.installed(self))

@@ -95,6 +95,13 @@ class SimTensor(FakeTensor):
     def data_ptr(self) -> int:
         return self.fake_mode.address_of(self)  # type: ignore[attr-defined, no-any-return]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled (``torch.save``) as a host tensor: known values, else the policy's."""
+        value: torch.Tensor = self.fake_mode.host_values(self)  # type: ignore[attr-defined]
+        if getattr(self, "_is_param", False):
+            value = torch.nn.Parameter(value, requires_grad=self.requires_grad)
+        return value.__reduce_ex__(protocol)
+
     def pin_memory(self, *args: Any, **kwargs: Any) -> SimTensor:
         return self
 
