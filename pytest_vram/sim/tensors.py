@@ -100,7 +100,7 @@ class SimTensor(FakeTensor):
         value: torch.Tensor = self.fake_mode.host_values(self)  # type: ignore[attr-defined]
         if getattr(self, "_is_param", False):
             value = torch.nn.Parameter(value, requires_grad=self.requires_grad)
-        return value.__reduce_ex__(protocol)
+        return value.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def pin_memory(self, *args: Any, **kwargs: Any) -> SimTensor:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Project, outcomes
+from projects import Project, outcomes
 
 BUDGET = '@pytest.mark.vram_budget("64 MiB")'
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import Project, outcomes
+from projects import Project, outcomes
 
 BUDGET = '@pytest.mark.vram_budget("1 GiB")'
 

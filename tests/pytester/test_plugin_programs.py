@@ -5,26 +5,49 @@ from __future__ import annotations
 import pytest
 
 SOURCE = """
-import pytest, torch, torch.nn as nn
+import pytest
+import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+
 @torch.compile
-def act(x): return torch.relu(x)*2
+def act(x):
+    return torch.relu(x) * 2
+
+
 @pytest.mark.vram_budget(steps=1)
 def test_compiled(vram):
-    m=torch.compile(nn.Linear(8,8).to(vram.device)); o=torch.optim.SGD(m.parameters(),lr=.1)
-    vram.train(m,o,lambda: act(m(torch.randn(4,8,device=vram.device))).square().mean())
+    model = torch.compile(nn.Linear(8, 8).to(vram.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(4, 8, device=vram.device)
+    vram.train(model, optimizer, lambda: act(model(inputs)).square().mean())
+
+
 @pytest.mark.vram_budget(steps=1)
 def test_loader():
-    m=nn.Linear(8,1).cuda(); o=torch.optim.SGD(m.parameters(),lr=.1)
-    for x,y in DataLoader(TensorDataset(torch.randn(16,8),torch.randn(16,1)),batch_size=8,num_workers=1,pin_memory=True):
-        l=(m(x.cuda(non_blocking=True))-y.cuda()).square().mean(); l.backward(); o.step(); o.zero_grad()
+    model = nn.Linear(8, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(16, 8), torch.randn(16, 1))
+    for x, y in DataLoader(data, batch_size=8, num_workers=1, pin_memory=True):
+        loss = (model(x.cuda(non_blocking=True)) - y.cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.vram_budget(steps=1)
-def test_save(vram,tmp_path):
-    m=nn.Linear(8,8).to(vram.device); o=torch.optim.Adam(m.parameters())
-    vram.train(m,o,lambda: m(torch.randn(4,8,device=vram.device)).square().mean())
-    torch.save(dict(m=m.state_dict(),o=o.state_dict()),tmp_path/'c.pt')
-    c=torch.load(tmp_path/'c.pt',map_location='cuda'); assert c['m']['weight'].is_cuda
-    m.load_state_dict(c['m']); o.load_state_dict(c['o'])
+def test_saved(vram, tmp_path):
+    model = nn.Linear(8, 8).to(vram.device)
+    optimizer = torch.optim.Adam(model.parameters())
+    inputs = torch.randn(4, 8, device=vram.device)
+    vram.train(model, optimizer, lambda: model(inputs).square().mean())
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", map_location="cuda")
+    assert loaded["model"]["weight"].is_cuda
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
 """
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import Project, outcomes
+from projects import Project, outcomes
 
 TWO = """
 @pytest.mark.vram_budget("1 GiB", baseline="1% + 1 KiB")
@@ -177,7 +177,7 @@ def test_another_environment_is_a_note(two: Project) -> None:
     assert outcomes(result) == {"passed": 2}
     result.stdout.fnmatch_lines(
         [
-            "2 tests have no baseline here: pytest --vram-update records it",
+            "2 tests have no baseline here: pytest --vram-update records them",
             "  test_x: for information: sim/a100-80gb/torch-* has a peak of * (* % here)",
         ]
     )

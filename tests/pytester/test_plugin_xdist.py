@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from conftest import Project, outcomes
+from projects import Project, outcomes
 
 SIX = """
 @pytest.mark.vram_budget("1 GiB")
