@@ -31,6 +31,9 @@ def installed(simulation: Any) -> Iterator[None]:
         for name, function in {**rnn.META, **shapes.META}.items():
             if operators([name]):
                 register_kernel(library, name, function, "Meta")
+        for name in shapes.CUDA_KERNELS:
+            if operators([name]) and not has_cuda_kernel(name):
+                register_kernel(library, name, shapes.kernel_of_cuda, "CUDA")
         for name, function in replacements(simulation).items():
             for _, operator in operators([name]):
                 register_kernel(library, name, function, "AutogradCUDA")
@@ -45,6 +48,10 @@ def installed(simulation: Any) -> Iterator[None]:
         for operator in mine:
             del HANDLERS[operator]
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+def has_cuda_kernel(name: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"))
 
 
 def _as_handler(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,6 +46,16 @@ META: dict[str, Callable[..., Any]] = {
 }
 
 
+#: Composites that have a kernel of their own in CUDA builds (native_functions.yaml, 2.14.1). Without
+#: it autograd takes the composition apart before anybody can say that the kernel would have run.
+CUDA_KERNELS = ("_fused_rms_norm", "mish_backward", "silu_backward")
+
+
+def kernel_of_cuda(*args: Any, **kwargs: Any) -> Any:
+    """Stands for the kernel; the simulation's dispatch comes first."""
+    raise AssertionError("a CUDA kernel ran outside of the simulation's dispatch")
+
+
 # -- losses that read lengths ---------------------------------------------------------------
 
 
@@ -140,4 +150,4 @@ HANDLERS[aten._trilinear.default] = _trilinear
 #: Composites that ask where their arguments are.
 COMPOSITES: dict[str, Callable[..., Any]] = {"ctc_loss.Tensor": ctc_loss_tensor}
 
-__all__ = ["COMPOSITES", "META"]
+__all__ = ["COMPOSITES", "CUDA_KERNELS", "META", "kernel_of_cuda"]

@@ -197,6 +197,11 @@ def _order(shape: list[int], rows: list[list[int]], reduced_outputs: int) -> lis
     return perm
 
 
+def order_of(shape: Sequence[int], rows: list[list[int]]) -> list[int]:
+    """Dimensions, fastest first, as an elementwise iteration over ``rows`` of strides has them."""
+    return _order(list(shape), rows, 0)
+
+
 def _merge(shape: list[int], rows: list[list[int]]) -> None:
     """``coalesce_dimensions``, in place."""
     if len(shape) <= 1:

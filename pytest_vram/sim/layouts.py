@@ -1,0 +1,89 @@
+"""Strides that CUDA's kernels give and PyTorch's fake execution does not.
+
+Fake execution often runs a decomposition in Python, whose result is laid out like its first step.
+The strides decide later copies. What is listed here was compared with PyTorch 2.14.1's host code,
+operator by operator, on transposed and expanded operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_vram.sim.kernels.iterator import contiguous_strides, order_of
+
+aten = torch.ops.aten
+
+#: The first result is contiguous whatever the operands are: SoftMax.cpp, layer_norm_kernel.cu,
+#: Loss.cpp (``zeros_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT)``), RreluWithNoise.cu.
+_CONTIGUOUS = {
+    aten._log_softmax_backward_data.default,
+    aten.native_layer_norm_backward.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.rrelu_with_noise.default,
+}
+
+#: TensorIterators over the operands as they stand in the call (Activation.cpp, BinaryOps.cpp),
+#: where the decomposition begins with another one.
+_IN_ORDER = {
+    aten.elu_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardswish_backward.default,
+    aten.softplus_backward.default,
+    aten.logit_backward.default,
+    aten.xlogy.Tensor,
+    aten.copysign.Tensor,
+}
+
+
+def laid_out(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """``result`` with CUDA's strides."""
+    if func in _CONTIGUOUS:
+        if isinstance(result, Tensor):
+            return _with(result, contiguous_strides(result.shape))
+        first, *others = result
+        if first is None:
+            return result
+        return (_with(first, contiguous_strides(first.shape)), *others)
+    if isinstance(result, Tensor) and (func in _IN_ORDER or _widened(func)):
+        operands = [a for a in args if isinstance(a, Tensor) and a.dim() and a.numel() > 1]
+        if func in _IN_ORDER or any(_expanded(a) for a in operands):
+            return _with(result, _iterated(tuple(result.shape), operands))
+    return result
+
+
+def _widened(func: Any) -> bool:
+    """Elementwise with several operands: a decomposition makes dense copies of expanded operands
+    when it computes in a wider type, and then follows those."""
+    return torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+
+
+def _expanded(tensor: Tensor) -> bool:
+    return any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _iterated(shape: tuple[int, ...], operands: Sequence[Tensor]) -> tuple[int, ...]:
+    """The strides of a TensorIterator's own result (``TensorIteratorBase::allocate_or_resize_``):
+    dense, in the order of the operands' dimensions."""
+    rows = []
+    for operand in operands:
+        pairs = zip(operand.shape, operand.stride(), strict=True)
+        strides = [0 if n == 1 else s for n, s in pairs]
+        rows.append([0] * (len(shape) - len(strides)) + strides)
+    result, step = [0] * len(shape), 1
+    for dim in order_of(list(shape), rows):
+        result[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(result)
+
+
+def _with(result: Tensor, strides: Sequence[int]) -> Tensor:
+    if tuple(result.stride()) == tuple(strides) or not result.numel():
+        return result
+    return result.new_empty_strided(result.shape, tuple(strides))
