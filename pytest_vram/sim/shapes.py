@@ -46,8 +46,8 @@ META: dict[str, Callable[..., Any]] = {
 }
 
 
-#: Composites that have a kernel of their own in CUDA builds (native_functions.yaml, 2.14.1). Without
-#: it autograd takes the composition apart before anybody can say that the kernel would have run.
+#: Composites that have a kernel of their own in CUDA builds (native_functions.yaml, 2.14.1).
+#: Without it autograd takes them apart before anybody can say that the kernel would have run.
 CUDA_KERNELS = ("_fused_rms_norm", "mish_backward", "silu_backward")
 
 
@@ -144,7 +144,14 @@ def _trilinear(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return out.squeeze(sorted(summed))
 
 
+def _zero_tensor(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor of zeros without memory (ZeroTensorAllocator): what ``sgn`` has for a gradient."""
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return wrap(mode, torch.empty(args[0], dtype=dtype, device=META_DEVICE), CUDA)
+
+
 HANDLERS[aten._ctc_loss.default] = _ctc_loss
+HANDLERS[aten._efficientzerotensor.default] = _zero_tensor
 HANDLERS[aten._trilinear.default] = _trilinear
 
 #: Composites that ask where their arguments are.

@@ -409,6 +409,9 @@ def serve(profile: str | None) -> None:
         print(json.dumps(result), file=out, flush=True)
 
 
+ENDED = "the process ended"
+
+
 class Side:
     """One of the two sides, in a process of its own; a program that breaks it costs that process."""
 
@@ -433,7 +436,7 @@ class Side:
         line = self.process.stdout.readline()
         if not line:
             self.process = None
-            return dict(error="the process ended")
+            return dict(error=ENDED)
         result: dict[str, Any] = json.loads(line)
         if "error" in result:  # what a failed program leaves behind is not the next one's
             self.close()
@@ -458,11 +461,11 @@ STUB_CARDS = {
 
 @contextlib.contextmanager
 def both(
-    reference: str, card: str
+    reference: str, card: str, python: str | Path = sys.executable
 ) -> Iterator[Callable[[str], tuple[dict[str, Any], dict[str, Any]]]]:
-    """``(reference, simulated)`` figures of a program."""
+    """``(reference, simulated)`` figures of a program; ``python`` runs the simulation."""
     left = Side([reference], [], {"STUB_DEVICE": card})
-    right = Side([sys.executable], ["--simulate", STUB_CARDS[card]], {})
+    right = Side([str(python)], ["--simulate", STUB_CARDS[card]], {})
 
     def run(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
         for side in (left, right):
@@ -529,10 +532,12 @@ def shrink(spec: Spec, differs: Callable[[str], bool], patience: int = 150) -> S
     while going and patience:
         going = False
         for candidate in smaller(spec):
-            patience -= 1
+            text = render(candidate)
+            if text != render(spec):
+                patience -= 1
             if not patience:
                 break
-            if render(candidate) != render(spec) and differs(render(candidate)):
+            if text == render(spec) or differs(text):
                 spec, going = candidate, True
                 break
     return spec
@@ -553,7 +558,7 @@ def compare(arguments: argparse.Namespace) -> None:
         for seed in seeds_of(arguments.what):
             theirs, mine = run(render(spec_of(seed)))
             text = difference(theirs, mine)
-            if "error" in theirs and not text:
+            if "error" in theirs and (not text or theirs["error"] == ENDED):
                 failed += 1
                 if arguments.verbose:
                     print(f"seed {seed}: neither side: {theirs['error'][:150]}", flush=True)
