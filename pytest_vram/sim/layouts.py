@@ -43,7 +43,10 @@ _IN_ORDER = {
 
 
 def laid_out(func: Any, args: Sequence[Any], result: Any) -> Any:
-    """``result`` with CUDA's strides."""
+    """``result`` with CUDA's strides; sparse tensors have none."""
+    tensors = [*args, *(result if isinstance(result, (list, tuple)) else (result,))]
+    if any(isinstance(t, Tensor) and t.layout is not torch.strided for t in tensors):
+        return result
     if func in _CONTIGUOUS:
         if isinstance(result, Tensor):
             return _with(result, contiguous_strides(result.shape))
