@@ -24,6 +24,15 @@ def answer(value):
     print("ANSWER", json.dumps(value))
 """
 
+# PyTorch's own threads may outlive the interpreter on the stub driver and abort the process after
+# everything was answered: leave without C++'s teardown.
+_END = """
+import os
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
 
 def _built() -> bool:
     cache = Path(os.environ.get("VRAM_STUB_CACHE") or Path.home() / ".cache/pytest-vram-stub")
@@ -38,7 +47,7 @@ def on_stub(tmp_path: Path) -> Callable[..., Any]:
 
     def run(source: str, **env: str) -> Any:
         script = tmp_path / "script.py"
-        script.write_text(_PRELUDE.format(here=str(_HERE)) + textwrap.dedent(source))
+        script.write_text(_PRELUDE.format(here=str(_HERE)) + textwrap.dedent(source) + _END)
         done = subprocess.run(
             [str(_DRIVER / "run.sh"), str(script)],
             env={**os.environ, **env},
