@@ -49,6 +49,14 @@ def _last(shape: tuple[int, ...] | None) -> int:
 
 # ---- the widest tensors: logits
 
+#: Operators whose results have the logits' shape and belong to a loss.
+_LOSSES = {
+    "aten::_log_softmax",
+    "aten::_log_softmax_backward_data",
+    "aten::nll_loss_backward",
+    "aten::binary_cross_entropy_with_logits",
+}
+
 
 def logits_in_fp32(lives: Lives, observed: Observed) -> list[Finding]:
     """A cast of a wide half-precision tensor, and the loss that keeps everything of its shape."""
@@ -71,6 +79,11 @@ def logits_in_fp32(lives: Lives, observed: Observed) -> list[Finding]:
         if life.dtype in _HALF and life.bill in _MADE and _last(life.shape) == _last(cast.shape)
     }
     if cast.requested not in halves:
+        return []
+    # Only a loss makes it logits: a wide activation that was cast is another matter.
+    if not any(
+        life.operator in _LOSSES and _last(life.shape) == _last(cast.shape) for life in lives.all
+    ):
         return []
     wide = [
         life
