@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_vram.ledger import Ledger
-from pytest_vram.marker import Budget
+from pytest_vram.marker import Budget, BudgetError, keywords_of, marks_of, read_budget
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_vram.numerics import ScalerHistory
     from pytest_vram.passes import Pass
+
+
+#: Why no device answers, in the words of a Measurement.
+NO_VRAM = "no device: --no-vram"
+NOT_MARKED = "no device: the test has neither the marker vram_budget nor vram as an argument"
+
+
+def inert_budget(item: pytest.Item) -> Budget:
+    """Precision and steps of a marker that does nothing else, if it can be read."""
+    try:
+        return read_budget(keywords_of(mark) for mark in marks_of(item))
+    except BudgetError:
+        return Budget()
 
 
 class Measurement:
@@ -35,6 +48,7 @@ class Measurement:
         self.device = device
 
     def __getattr__(self, name: str) -> Any:
+        __tracebackhide__ = True
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.ledger, name)
@@ -44,19 +58,22 @@ class Measurement:
 
     @property
     def ledger(self) -> Ledger:
-        """Skips the test where nothing is measured (``--no-vram``)."""
+        """Skips the test where nothing is measured (``--no-vram``, or no marker)."""
+        __tracebackhide__ = True
         if self._ledger is None:
             self._ledger = self._take()
         if self._ledger is None:
-            pytest.skip("nothing was measured (--no-vram), so there is no figure to assert on")
+            pytest.skip(f"nothing was measured, so there is no figure to assert on ({self.device})")
         return self._ledger
 
     @property
     def peak_allocated(self) -> int:
+        __tracebackhide__ = True
         return self.ledger.peak_allocated
 
     @property
     def peak_reserved(self) -> int:
+        __tracebackhide__ = True
         return self.ledger.peak_reserved
 
     @property
@@ -83,8 +100,9 @@ class Measurement:
 class Vram:
     """One marked test's view of the pass it runs in."""
 
-    def __init__(self, budget: Budget, describe: str = "no device: --no-vram") -> None:
+    def __init__(self, budget: Budget, describe: str = "no pass is running") -> None:
         self.budget = budget
+        #: What answers while no pass does, in words.
         self._describe = describe
         self._current: Pass | None = None
         self._simulated: Ledger | None = None
@@ -193,7 +211,20 @@ class Vram:
             own = current.ledger() if current is not None else None
             return own if own is not None else simulated
 
-        return Measurement(current, ledger, self._describe)
+        return Measurement(current, ledger, self._answering)
+
+    @property
+    def _answering(self) -> str:
+        """In words: the device of the current pass, and whose memory figures it shows."""
+        current = self._current
+        if current is None or not current.describe:
+            return self._describe
+        if current.kind == "numerics":
+            return f"{current.describe}, with the memory figures of {self._describe}"
+        return current.describe
+
+    def __repr__(self) -> str:
+        return f"<vram on {self._answering}>"
 
     def _running(self) -> Pass:
         """The current pass; outside one, a plain one that records nothing."""

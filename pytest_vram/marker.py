@@ -8,22 +8,13 @@ from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from typing import Any, Protocol
 
+from pytest_vram.options import MARKER
 from pytest_vram.quantities import QuantityError, Tolerance, parse_size, parse_tolerance
 
-MARKER = "vram_budget"
 PRECISIONS = ("fp32", "fp16", "bf16", "fp16-pure", "bf16-pure")
 
 _TWO_PERCENT = Tolerance(Fraction(2, 100), 1 << 20)
 _FIVE_PERCENT = Tolerance(Fraction(5, 100), 16 << 20)
-
-#: What `pytest --markers` prints.
-HELP = (
-    f'{MARKER}(peak=None, *, reserved=None, precision="fp32", steps=3, warmup=1, '
-    'baseline="2% + 1 MiB", estimate="5% + 16 MiB", skipped_steps=None, trainable=None, '
-    'growth="64 KiB", gpu=None): give a training test a GPU-memory budget: ceilings on peak '
-    "allocated and reserved bytes, the precision to train in, how far figures may move from the "
-    "baseline and the estimate, and what counts as healthy training (pytest-vram)."
-)
 
 
 class BudgetError(ValueError):
@@ -184,3 +175,20 @@ def closest_first(marks: Sequence[Mark], near: Iterable[Mark], far: Iterable[Mar
     first, last = {id(mark): 0 for mark in near}, [id(mark) for mark in far]
     rank = {**{mark: place + 2 for place, mark in enumerate(last)}, **first}
     return sorted(marks, key=lambda mark: rank.get(id(mark), 1))
+
+
+def marks_of(item: Any) -> list[Mark]:
+    """All ``vram_budget`` marks of a ``pytest.Item``, the closest first."""
+    found: list[Mark] = []
+    for node in reversed(item.listchain()):
+        marks = [mark for mark in node.own_markers if mark.name == MARKER]
+        parameters = getattr(getattr(node, "callspec", None), "marks", ())
+        bases = getattr(getattr(node, "obj", None), "__mro__", ())
+        inherited = [_own_marks(base) for base in bases]
+        found += closest_first(marks, parameters, [mark for marks in inherited for mark in marks])
+    return found
+
+
+def _own_marks(base: type) -> list[Any]:
+    marks = vars(base).get("pytestmark", [])
+    return [getattr(mark, "mark", mark) for mark in (marks if isinstance(marks, list) else [marks])]

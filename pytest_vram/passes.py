@@ -71,6 +71,7 @@ class Pass:
     device: torch.device
     budget: Budget
     has_values: bool
+    describe: str = ""  #: the device that answers, in words
     observer: Observer | None = None
     watch: Watch | None = None
     label_tensor: Callable[[Tensor, str, str], None] | None = None
@@ -225,7 +226,7 @@ def measure(body: Body, index: int, estimate: Trace | None = None) -> Outcome:
     replay = None
     if watch.needs_replay(body.budget):
         with device_lock(index), torch.cuda.device(index), _fixed_conditions(outcome):
-            replay = _diagnose(body, "measurement", torch.device("cuda", index))
+            replay = _diagnose(body, outcome, torch.device("cuda", index))
     _read_watch(watch, body.budget, outcome, replay)
     trace = settle(observer.renumber(recording.trace()))
     _keep(trace if estimate is None else borrow(trace, estimate), outcome)
@@ -248,20 +249,20 @@ def check_numbers(body: Body) -> Outcome:
     replay = None
     if watch.needs_replay(body.budget):
         with _fixed_conditions(outcome), CpuStandIn():
-            replay = _diagnose(body, "numerics", torch.device("cuda", 0))
+            replay = _diagnose(body, outcome, torch.device("cuda", 0))
     _read_watch(watch, body.budget, outcome, replay)
     return outcome
 
 
-def _diagnose(body: Body, kind: str, device: torch.device) -> Watch:
+def _diagnose(body: Body, judged: Outcome, device: torch.device) -> Watch:
     """The body once more, with every operator watched, because something was not finite: to name
     the first operator that made it so. What the body raises was judged before."""
     from pytest_vram.numerics import Watch
 
     with Watch(diagnose=True) as replay:
-        current = Pass(kind, device, body.budget, has_values=True)
+        current = Pass(judged.kind, device, body.budget, has_values=True)
         current.watch = replay
-        _run(body, current, Outcome(kind, "replay"))
+        _run(body, current, Outcome(judged.kind, judged.device))
     return replay
 
 
@@ -269,6 +270,7 @@ def _diagnose(body: Body, kind: str, device: torch.device) -> Watch:
 
 
 def _run(body: Body, current: Pass, outcome: Outcome) -> None:
+    current.describe = outcome.device
     body.attach(current)
     started = time.perf_counter()
     try:

@@ -1,118 +1,23 @@
-"""pytest hooks. Each is a few lines that call into the rooms; torch is imported by none of them."""
+"""What every pytest run imports: options, the marker, the fixture, and the question whether there
+is a marked test. Everything else begins with the first one, in :mod:`pytest_vram.marked`."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 import types
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_vram.marker import (
-    HELP,
-    MARKER,
-    Budget,
-    BudgetError,
-    closest_first,
-    keywords_of,
-    read_budget,
-)
-from pytest_vram.nodeids import modules_of
-from pytest_vram.reports.progress import Progress, to_terminal
-from pytest_vram.session import Collected, Session
-from pytest_vram.settings import (
-    CATEGORIES,
-    OPTIONS,
-    Settings,
-    SettingsError,
-    find_gpu,
-    read_settings,
-)
+from pytest_vram.options import HELP, MARKER, add_options, any_given
 
 if TYPE_CHECKING:
     from pytest_vram.fixture import Vram
-    from pytest_vram.reports.model import Report
-    from pytest_vram.run import ItemRun
-
-_UPDATE = "--vram-update"
-
-
-class _Update(argparse.Action):
-    """``--vram-update`` or ``--vram-update=CATEGORY``. Every form is an option string of its own:
-    with ``nargs="?"`` argparse would take the path in ``--vram-update tests/`` for a category."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=help)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        given = list(getattr(namespace, self.dest) or [])
-        given.append((option_string or "").partition("=")[2])
-        setattr(namespace, self.dest, given)
+    from pytest_vram.marked import MarkedRun
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("vram", "GPU-memory budgets for training tests (pytest-vram)")
-    for option in OPTIONS:
-        if option.flag:
-            group.addoption(
-                option.flag,
-                dest=option.name,
-                metavar=option.metavar,
-                default=None,
-                help=f"{option.help} (ini: {option.name})",
-            )
-        parser.addini(option.name, option.help, type=option.ini, default=None)  # type: ignore[arg-type]
-    parser.addini("vram_strict", "like --vram-strict", type="bool", default=False)
-    group.addoption(
-        "--no-vram",
-        dest="vram_enabled",
-        action="store_false",
-        default=True,
-        help=f"marked tests run as plain tests: {MARKER} markers do nothing",
-    )
-    group.addoption(
-        "--vram-strict",
-        action="store_true",
-        default=None,
-        help="missing and stale baselines, and improvements, fail (ini: vram_strict)",
-    )
-    group.addoption(
-        _UPDATE,
-        *(f"{_UPDATE}={category}" for category in (*CATEGORIES, "all")),
-        dest="vram_update",
-        action=_Update,
-        help="write baselines of tests that pass everything else: new and changed ones, or only "
-        "the given category (repeatable)",
-    )
-    group.addoption(
-        "--vram-dry-run",
-        action="store_true",
-        default=None,
-        help=f"with {_UPDATE}: say what would be written, write nothing",
-    )
-    group.addoption(
-        "--vram-report",
-        dest="vram_report",
-        action="append",
-        metavar="FILE",
-        help="write a report of the marked tests: FILE.html, .json, .md, .csv or "
-        ".codequality.json (GitLab); repeatable",
-    )
-    group.addoption(
-        "--vram-snapshots",
-        dest="vram_snapshots",
-        metavar="DIR",
-        help="write a snapshot of every measured and simulated run for PyTorch's memory visualiser",
-    )
+    add_options(parser)
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -123,70 +28,65 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", HELP)
-    try:
-        settings = read_settings(
-            lambda name: config.getoption(name, None), config.getini, config.rootpath
-        )
-    except SettingsError as error:
-        raise pytest.UsageError(str(error)) from None
-    plugin = Plugin(config, settings)
+    plugin = Plugin(config)
     config.pluginmanager.register(plugin, "vram-run")
-    if not plugin.worker and config.getoption("dist", "no") != "no":
-        config.pluginmanager.register(RunningTests(plugin.progress), "vram-running")
+    if plugin.enabled and any_given(config.getoption, config.getini):
+        plugin.run()
+    if plugin.enabled and not plugin.worker and config.getoption("dist", "no") != "no":
+        config.pluginmanager.register(Controller(plugin), "vram-controller")
 
 
 @pytest.fixture
 def vram(request: pytest.FixtureRequest) -> Vram:
     """The device, precision and training step of a test with a GPU-memory budget (pytest-vram)."""
-    from pytest_vram.fixture import Vram
-
     plugin: Plugin = request.config.pluginmanager.get_plugin("vram-run")  # type: ignore[assignment]
-    run = request.node.stash.get(plugin.run_key, None)
-    return run.vram if run is not None else Vram(plugin.inert_budget(request.node))
+    return plugin.vram_of(request.node)
 
 
 class Plugin:
-    """The hooks of one run, with its state."""
+    """Finds the first marked test."""
 
-    run_key: pytest.StashKey[ItemRun] = pytest.StashKey()
-    budget_key: pytest.StashKey[Budget | None] = pytest.StashKey()
-
-    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+    def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.settings = settings
-        self.session = Session(settings)
-        self.collected = Collected()
-        self.report: Report | None = None
-        worker_input = getattr(config, "workerinput", None)
-        self.worker: str = worker_input["workerid"] if worker_input else ""
-        self._before_filters: set[str] = set()
-        self.progress = to_terminal(
-            sys.stdout,
-            quiet=bool(self.worker) or config.get_verbosity() < 0 or _live_logs(config),
-            captured=config.getoption("capture", "no") != "no",
-        )
-        config.add_cleanup(self.progress.close)
+        self.enabled: bool = config.getoption("vram_enabled")
+        self.worker = hasattr(config, "workerinput")
+        self._run: MarkedRun | None = None
+        self._before_filters: list[pytest.Item] = []
 
-    # ---- which items are marked
+    def run(self) -> MarkedRun:
+        """The hooks of marked tests, at work from the first call on.
 
-    def budget_of(self, item: pytest.Item) -> Budget | None:
-        """The item's budget; ``None`` if it is neither marked nor asks for ``vram``."""
-        if self.budget_key not in item.stash:
-            layers = [keywords_of(mark) for mark in _marks(item)]
-            marked = bool(layers) or "vram" in getattr(item, "fixturenames", ())
-            layers.append(dict(self.settings.defaults))
-            item.stash[self.budget_key] = read_budget(layers, self._find_gpu) if marked else None
-        return item.stash[self.budget_key]
+        :raises pytest.UsageError: an option or ini setting that cannot be used.
+        """
+        if self._run is None:
+            from pytest_vram.marked import MarkedRun
+            from pytest_vram.settings import SettingsError, read_settings
 
-    def inert_budget(self, item: pytest.Item) -> Budget:
-        """Under ``--no-vram``: precision and steps of the marker, if it can be read."""
-        try:
-            return self.budget_of(item) or Budget()
-        except BudgetError:
-            return Budget()
+            config = self.config
+            try:
+                settings = read_settings(
+                    lambda name: config.getoption(name, None), config.getini, config.rootpath
+                )
+            except SettingsError as error:
+                raise pytest.UsageError(str(error)) from None
+            self._run = MarkedRun(config, settings)
+            config.pluginmanager.register(self._run, "vram-marked")
+        return self._run
 
-    def _find_gpu(self, name: str) -> object:
-        return find_gpu(self.settings, name)
+    @property
+    def begun(self) -> MarkedRun | None:
+        """The hooks of marked tests, once there are any."""
+        return self._run
+
+    def vram_of(self, item: pytest.Item) -> Vram:
+        """The object behind the ``vram`` fixture of an item."""
+        from pytest_vram.fixture import NO_VRAM, NOT_MARKED, Vram, inert_budget
+
+        if self._run is not None and self._run.knows(item):
+            return self._run.vram_of(item)
+        return Vram(inert_budget(item), NOT_MARKED if self.enabled else NO_VRAM)
+
+    # ---- collection
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -194,248 +94,114 @@ class Plugin:
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         """A marker that cannot be read is a collection error at the test's line."""
         report = yield
-        if not self.settings.enabled or not report.passed:
+        if not self.enabled or not report.passed:
             return report
-        problems = self._unused_marks(collector, report.result)
-        for item in report.result or ():
-            if isinstance(item, pytest.Item):
-                try:
-                    self.budget_of(item)
-                except BudgetError as error:
-                    problems.append(f"{_location(item)}: {MARKER}: {error}")
+        found = report.result or ()
+        problems = _unused_marks(collector, found)
+        for item in found:
+            if isinstance(item, pytest.Item) and is_marked(item):
+                problems.append(self.run().problem_of(item))
+        problems = [problem for problem in problems if problem]
         if problems:
             report.outcome = "failed"
             report.longrepr = "\n".join(problems)
             report.result = []
         return report
 
-    def _unused_marks(self, collector: pytest.Collector, found: Any) -> list[str]:
-        """Marked functions that pytest does not collect: their budget would never be held."""
-        if not isinstance(collector, (pytest.Module, pytest.Class)):
-            return []
-        collected = {getattr(node, "originalname", None) or node.name for node in found or ()}
-        problems = []
-        for name, value in vars(collector.obj).items():
-            function = _function_of(value)
-            if function is None or name in collected:
-                continue
-            marks = getattr(function, "pytestmark", ())
-            if any(getattr(mark, "name", "") == MARKER for mark in marks):
-                line = function.__code__.co_firstlineno
-                kind = "a fixture" if function is not value else "no test that pytest collects"
-                problems.append(
-                    f"{collector.nodeid.partition('::')[0]}:{line}: {name}: {MARKER} marks "
-                    f"{kind}: its budget would never be checked"
-                )
-        return problems
-
-    # ---- what was collected, for the question which baselines are stale
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(
         self, items: list[pytest.Item]
     ) -> Generator[None, object, object]:
+        self._before_filters = list(items)
         for item in items:
-            item.stash[_PLAIN_ID] = item.nodeid
-        self._before_filters = {plain_id(item) for item in items}
+            item.stash[PLAIN_ID] = item.nodeid
         return (yield)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        ids = {plain_id(item) for item in session.items}
-        self.collected.modules = modules_of(self._before_filters | ids)
-        self.collected.marked = [
-            plain_id(item)
-            for item in session.items
-            if self.settings.enabled and self.budget_of(item)
-        ]
-        self.collected.filters = _filters(self.config, len(self._before_filters - ids))
-        self.session.collected.add(self.collected)
-
-    # ---- running
+        before, self._before_filters = self._before_filters, []
+        if not self.enabled:
+            return
+        # Again: other plugins and conftest.py may have added markers, or items.
+        marked = [item for item in session.items if is_marked(item)]
+        if not marked and self._run is None:
+            return
+        problems = [problem for item in marked if (problem := self.run().problem_of(item))]
+        if problems:
+            raise pytest.UsageError("\n".join(problems))
+        self.run().finish_collection(before, session.items, marked)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """A fresh run for every attempt; reruns come through here again."""
-        budget = self.budget_of(item) if self.settings.enabled else None
-        if budget is None:
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """A marker that comes while fixtures are set up is too late, and must not pass unseen."""
+        if not self.enabled or item.get_closest_marker(MARKER) is None:
             return
-        from pytest_vram.run import ItemRun
-
-        before = item.stash.get(self.run_key, None)
-        run = ItemRun(item, plain_id(item), budget, self.settings, self.session.store, self.worker)
-        run.say = lambda text: self.progress.show(text and f"{item.name}: {text}")
-        run.attempt = before.attempt + 1 if before is not None else 1
-        item.stash[self.run_key] = run
-
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        run = item.stash.get(self.run_key, None)
-        if run is None:
-            return (yield)
-        try:
-            with run.in_place_of_runtest():
-                result = yield
-        except (Exception, pytest.fail.Exception):
-            if run.ran:
-                run.finish(passed=False)
-            raise
-        if run.ran:
-            run.finish(passed=True)
-        return result
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        try:
-            return (yield)
-        finally:
-            run = item.stash.get(self.run_key, None)
-            if run is not None:
-                run.heal()
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        run = item.stash.get(self.run_key, None)
-        if run is not None and call.when == "call":
-            if run.record is not None:
-                # An attribute of the report travels from xdist's workers to the controller.
-                report.vram_record = run.record.to_dict()  # type: ignore[attr-defined]
-            run.release()
-        return report
-
-    # ---- the controlling process
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self.worker or not self.settings.enabled:
-            return
-        outcome = str(report.outcome)
-        if hasattr(report, "wasxfail"):
-            outcome = "xfailed" if report.skipped else "xpassed"
-        record = getattr(report, "vram_record", None)
-        self.session.report(report.nodeid, str(report.when), outcome, record)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """A worker of pytest-xdist is done; one that says nothing has crashed."""
-        output = getattr(node, "workeroutput", None)
-        if output and "pytest_vram" in output:
-            self.session.collected.add(Collected.from_dict(output["pytest_vram"]))
-        else:
-            self.session.lost_worker(node.gateway.id)
+        if self._run is None or not self._run.knows(item):
+            pytest.fail(
+                f"VRAM not checked: {MARKER} was added to {item.name} while it was set up; "
+                "decorate the test, or add the marker in pytest_collection_modifyitems",
+                pytrace=False,
+            )
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    def pytest_sessionfinish(self) -> None:
         if self.worker:
-            self.config.workeroutput["pytest_vram"] = self.collected.to_dict()  # type: ignore[attr-defined]
-        elif self.settings.enabled and not self.config.option.collectonly:
-            summary = self.session.finish(_stopped(session, exitstatus))
-            self._publish(exitstatus, _stopped(session, exitstatus))
-            if summary.failed and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            found = self._run.collected.to_dict() if self._run is not None else {}
+            self.config.workeroutput["pytest_vram"] = found  # type: ignore[attr-defined]
 
-    def _publish(self, exit_status: int, stopped: str) -> None:
-        """Reports, once everything is known; a plugin's hook that raises does not cost them."""
-        if not self.session.collected.marked and not self.settings.reports:
-            return
-        from pytest_vram.reports.publish import publish, report_of, with_extra
 
-        summary = self.session.summary
-        failed = exit_status or pytest.ExitCode.TESTS_FAILED if summary.failed else exit_status
-        self.report = report_of(self.session, failed, stopped)
-        try:
-            answers = self.config.hook.pytest_vram_report(config=self.config, report=self.report)
-            self.report = with_extra(self.report, answers)
-        except Exception as error:
-            summary.unwritten.append(f"pytest_vram_report: {type(error).__name__}: {error}")
-        summary.written, problems = publish(self.report, self.settings)
-        summary.unwritten += problems
-        summary.failed = summary.failed or bool(summary.unwritten)
+class Controller:
+    """Hears from workers of pytest-xdist, which alone collect, whether there are marked tests."""
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.worker or (not self.session.attempts and self.session.summary.silent):
-            return
-        from pytest_vram.reports.terminal import report
+    def __init__(self, plugin: Plugin) -> None:
+        self.plugin = plugin
 
-        writer = terminalreporter
-        lines = report(
-            self.session.records,
-            self.session.summary,
-            width=self.config.get_terminal_writer().fullwidth,
-            verbosity=self.config.get_verbosity(),
-        )
-        if lines:
-            writer.section("vram")
-        moods = {"ok": {"green": True}, "warn": {"yellow": True}, "fail": {"red": True}}
-        for line in lines:
-            writer.write_line(line.text, **moods.get(line.mood, {}))
-        if self.report is not None and os.environ.get("GITHUB_ACTIONS") == "true":
-            from pytest_vram.reports.github import annotate
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # What passed without a record leaves no trace in a MarkedRun either.
+        if self.plugin.begun is None and (
+            report.outcome != "passed" or hasattr(report, "vram_record")
+        ):
+            self.plugin.run().pytest_runtest_logreport(report)
 
-            workspace = os.environ.get("GITHUB_WORKSPACE", "")
-            for text in annotate(self.report, self.config.rootpath, workspace):
-                writer.write_line(text)
+    @pytest.hookimpl(optionalhook=True, trylast=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        output = getattr(node, "workeroutput", None) or {}
+        if self.plugin.begun is None and output.get("pytest_vram") != {}:
+            self.plugin.run().pytest_testnodedown(node, error)
 
 
 #: An item's id before pytest-xdist adds its group to it (``--dist loadgroup``: ``test_x@gpu``).
-_PLAIN_ID: pytest.StashKey[str] = pytest.StashKey()
+PLAIN_ID: pytest.StashKey[str] = pytest.StashKey()
 
 
-def plain_id(item: pytest.Item) -> str:
-    """The id under which an item is stored and reported, with or without workers."""
-    return item.stash.get(_PLAIN_ID, item.nodeid)
+def is_marked(item: pytest.Item) -> bool:
+    """Whether the item has a budget: by a marker, or because it asks for ``vram``."""
+    return item.get_closest_marker(MARKER) is not None or "vram" in getattr(
+        item, "fixturenames", ()
+    )
 
 
-class RunningTests:
-    """Names the tests that workers of pytest-xdist are running, between any two lines or dots that
-    pytest writes."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_logstart(self, nodeid: str) -> Generator[None, object, object]:
-        with self.progress.aside():
-            result = yield
-        self.progress.started(nodeid)
-        self.progress.show_running()
-        return result
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_logreport(self) -> Generator[None, object, object]:
-        with self.progress.aside():
-            result = yield
-        self.progress.show_running()
-        return result
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_logfinish(self, nodeid: str) -> Generator[None, object, object]:
-        with self.progress.aside():
-            result = yield
-        self.progress.finished(nodeid)
-        self.progress.show_running()
-        return result
-
-
-def _live_logs(config: pytest.Config) -> bool:
-    """Whether log records appear while a test runs; not without pytest's logging plugin."""
-    try:
-        return bool(config.getini("log_cli"))
-    except (KeyError, ValueError):
-        return False
-
-
-def _marks(item: pytest.Item) -> list[Any]:
-    """All ``vram_budget`` marks of an item, the closest first."""
-    found: list[Any] = []
-    for node in reversed(item.listchain()):
-        marks = [mark for mark in node.own_markers if mark.name == MARKER]
-        parameters = getattr(getattr(node, "callspec", None), "marks", ())
-        bases = getattr(getattr(node, "obj", None), "__mro__", ())
-        inherited = [_own_marks(base) for base in bases]
-        found += closest_first(marks, parameters, [mark for marks in inherited for mark in marks])
-    return found
+def _unused_marks(collector: pytest.Collector, found: Any) -> list[str]:
+    """Marked functions that pytest does not collect: their budget would never be held."""
+    if not isinstance(collector, (pytest.Module, pytest.Class)):
+        return []
+    problems = []
+    for name, value in vars(collector.obj).items():
+        function = _function_of(value)
+        if function is None:
+            continue
+        marks = function.__dict__.get("pytestmark")
+        if not marks or not any(getattr(mark, "name", "") == MARKER for mark in marks):
+            continue
+        if name in {getattr(node, "originalname", None) or node.name for node in found}:
+            continue
+        line = function.__code__.co_firstlineno
+        kind = "a fixture" if function is not value else "no test that pytest collects"
+        problems.append(
+            f"{collector.nodeid.partition('::')[0]}:{line}: {name}: {MARKER} marks "
+            f"{kind}: its budget would never be checked"
+        )
+    return problems
 
 
 def _function_of(value: object) -> types.FunctionType | None:
@@ -446,47 +212,3 @@ def _function_of(value: object) -> types.FunctionType | None:
     if type(value).__name__ == "FixtureFunctionDefinition":  # since pytest 8.4
         return value._get_wrapped_function()  # type: ignore[attr-defined, no-any-return]
     return None
-
-
-def _own_marks(base: type) -> list[Any]:
-    marks = vars(base).get("pytestmark", [])
-    return [getattr(mark, "mark", mark) for mark in (marks if isinstance(marks, list) else [marks])]
-
-
-def _location(item: pytest.Item) -> str:
-    path, line, name = item.location
-    return f"{path}:{(line or 0) + 1}: {name}"
-
-
-def _filters(config: pytest.Config, deselected: int) -> list[str]:
-    """Why this run did not look at every test, in the words of the options that did it."""
-    option = config.option
-    named = (
-        ("keyword", "-k"),
-        ("markexpr", "-m"),
-        ("lf", "--lf"),
-        ("stepwise", "--stepwise"),
-        ("ignore", "--ignore"),
-        ("ignore_glob", "--ignore-glob"),
-        ("deselect", "--deselect"),
-    )
-    reasons = [f"filtered by {flag}" for name, flag in named if getattr(option, name, None)]
-    if any("::" in str(argument) for argument in config.args):
-        reasons.append("filtered by node ids")
-    elif config.args_source is pytest.Config.ArgsSource.ARGS and not _is_root(config):
-        reasons.append("only some paths were given")
-    if deselected and not reasons:
-        reasons.append(f"{deselected} tests were left out (sharded, or deselected by a plugin)")
-    return reasons
-
-
-def _is_root(config: pytest.Config) -> bool:
-    paths = [config.invocation_params.dir / argument for argument in config.args]
-    return any(path.resolve() == config.rootpath.resolve() for path in paths)
-
-
-def _stopped(session: pytest.Session, exitstatus: int) -> str:
-    if exitstatus == pytest.ExitCode.INTERRUPTED:
-        return "interrupted"
-    reason = session.shouldfail or session.shouldstop
-    return f"stopped early ({reason})" if reason else ""

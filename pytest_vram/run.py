@@ -18,6 +18,7 @@ from pytest_vram.environment import Environment, environment
 from pytest_vram.findings import Finding
 from pytest_vram.fixture import Vram
 from pytest_vram.marker import Budget
+from pytest_vram.pass_fixtures import PassFixtures
 from pytest_vram.places import shown_from
 from pytest_vram.quantities import format_bytes
 from pytest_vram.record import PassRecord, TestRecord
@@ -49,6 +50,7 @@ class ItemRun:
     attempt: int = 1
     say: Callable[[str], None] = lambda text: None  # what is being done, for the terminal
     vram: Vram = field(init=False)
+    fixtures: PassFixtures = field(init=False)
     record: TestRecord | None = None
     _outcomes: list[Outcome] = field(default_factory=list)
     _environment: Environment | None = None
@@ -57,6 +59,7 @@ class ItemRun:
 
     def __post_init__(self) -> None:
         self.vram = Vram(self.budget)
+        self.fixtures = PassFixtures(self.item)
 
     # ---- running
 
@@ -97,8 +100,9 @@ class ItemRun:
         def run() -> None:
             __tracebackhide__ = True
             seeds.restore()
-            original()
-            _raise_unittest_error(self.item)
+            with self.fixtures.pass_():
+                original()
+                _raise_unittest_error(self.item)
 
         keep = None if self.settings.snapshots is None else self._keep_snapshot
         return Body(run, self.vram.attach, self._owners, FAILURES, self.budget, keep)

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_vram.marker import BudgetError, read_budget
+from pytest_vram.options import DEFAULT_GPU
 from pytest_vram.quantities import parse_size
 
 if TYPE_CHECKING:
     from pytest_vram.sim.profiles import Profile
-
-DEFAULT_GPU = "a100-80gb"
-#: What `--vram-update` may be restricted to. Plain `--vram-update` is new and changed.
-CATEGORIES = ("new", "changed", "tighten", "prune")
 
 
 class SettingsError(ValueError):
@@ -68,64 +65,6 @@ class Settings:
     def profile_name(self, marked: str | None) -> str:
         """The card to simulate: the marker's, else the option's, else the ini setting's."""
         return marked or self.device.profile or self.gpu
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One setting: its flag on the command line (if any) and its ini name (if any)."""
-
-    name: str
-    help: str
-    flag: str = ""
-    metavar: str = ""
-    ini: str = "string"  #: pytest's ini type; empty: command line only
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option(
-        "vram_device",
-        "who answers how much memory a marked test takes: auto (CUDA where there is one, else a "
-        "simulated GPU), cuda, cuda:N, sim or sim:PROFILE",
-        flag="--vram-device",
-        metavar="DEVICE",
-    ),
-    Option(
-        "vram_estimate",
-        "on or off: whether a measured test is simulated first, to compare both",
-        flag="--vram-estimate",
-        metavar="on|off",
-    ),
-    Option(
-        "vram_numerics",
-        "how the numbers of a simulated test are checked: auto (a real run on the CPU unless the "
-        "model is too large), cpu (always) or off",
-        flag="--vram-numerics",
-        metavar="auto|cpu|off",
-    ),
-    Option(
-        "vram_baselines",
-        "directory of the stored baselines, relative to the rootdir (default: vram_baselines)",
-        flag="--vram-baselines",
-        metavar="DIR",
-    ),
-    Option("vram_gpu", f"the GPU to simulate where nothing else names one ({DEFAULT_GPU})"),
-    Option(
-        "vram_gpus",
-        "own GPUs to simulate, one a line: 'name: like=rtx4090, memory=48 GiB'; keys: like, "
-        "memory, capability, multiprocessors, ...",
-        ini="linelist",
-    ),
-    Option(
-        "vram_numerics_limit",
-        "tests whose simulated peak is above this are not run on the CPU (default: 1 GiB)",
-    ),
-    Option(
-        "vram_budget",
-        "vram_budget keywords for every marked test that does not give them, one a line: "
-        "'peak = 20 GiB'",
-        ini="linelist",
-    ),
-)
 
 
 def read_settings(option: Callable[[str], Any], ini: Callable[[str], Any], root: Path) -> Settings:

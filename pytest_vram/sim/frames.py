@@ -6,12 +6,11 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from functools import lru_cache
 from types import CodeType, FrameType
 
 import torch
 
-from pytest_vram.places import here
+from pytest_vram.places import shown
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -87,18 +86,7 @@ _PLUMBING = (
 
 def describe_line(path: str, line: int, function: str) -> str:
     """:func:`describe` where only names are known, as in PyTorch's memory history."""
-    return f"{_short(path, here())}:{line} {function}"
-
-
-@lru_cache(maxsize=10_000)
-def _short(path: str, directory: str) -> str:
-    if _SITE in path:
-        return path.rsplit(_SITE, 1)[1]
-    try:
-        relative = os.path.relpath(path, directory)
-    except ValueError:  # another drive on Windows
-        return path
-    return path if relative.startswith("..") else relative
+    return f"{shown(path)}:{line} {function}"
 
 
 def user_line() -> str:

@@ -301,7 +301,10 @@ def test_asserts_on_figures(vram):
     result = project.run("--no-vram", "-rs")
     assert outcomes(result) == {"passed": 1, "skipped": 1}
     result.stdout.fnmatch_lines(
-        ["SKIPPED * nothing was measured (--no-vram), so there is no figure to assert on"]
+        [
+            "SKIPPED * test_a.py:*: nothing was measured, so there is no figure to assert on (no "
+            "device: --no-vram)"
+        ]
     )
     result.stdout.no_fnmatch_line("*== vram ==*")
 
