@@ -29,6 +29,7 @@ from pytest_vram.marker import Budget
 from pytest_vram.record import ScalerStep
 from pytest_vram.timeline import Timeline
 from pytest_vram.trace import Trace
+from pytest_vram.tracebacks import file_of, without_plugin
 
 if TYPE_CHECKING:
     from pytest_vram.numerics import Watch
@@ -41,13 +42,14 @@ if TYPE_CHECKING:
 @dataclass
 class Outcome:
     """What one pass saw. ``kind``: ``simulation``, ``measurement`` or ``numerics``. ``error`` is
-    what the test body raised. ``held``: bytes on the device that fixtures own at the end.
-    ``observed``: who referred to what, and ``attention``: the kernels chosen (simulation only)."""
+    what the test body raised, in the file ``raised_in``. ``held``: bytes on the device that
+    fixtures own at the end. ``observed``: who referred to what, and ``attention``: the kernels chosen (simulation only)."""
 
     kind: str
     device: str
     seconds: float = 0.0
     error: BaseException | None = None
+    raised_in: str = ""
     trace: Trace | None = None
     ledger: Ledger | None = None
     findings: tuple[Finding, ...] = ()
@@ -149,6 +151,7 @@ def simulate(body: Body, profile: Profile) -> Outcome:
             current.observer, current.watch = observer, watch
             current.label_tensor, current.snapshot = simulation.label, simulation.trace
             _run(body, current, outcome)
+        simulation.threads.settle()
         _end(body, outcome)
         trace = settle(observer.renumber(simulation.trace()))
         if body.keep_snapshot is not None:
@@ -277,7 +280,8 @@ def _run(body: Body, current: Pass, outcome: Outcome) -> None:
         with current.undo:
             body.run()
     except body.failures as error:
-        outcome.error = error
+        outcome.raised_in = file_of(error)
+        outcome.error = without_plugin(error)
     finally:
         outcome.seconds = time.perf_counter() - started
         body.attach(None)

@@ -13,7 +13,7 @@ _directory: ContextVar[str] = ContextVar("vram_directory", default="")
 
 
 @contextmanager
-def shown_from(directory: Path) -> Iterator[None]:
+def shown_from(directory: str | Path) -> Iterator[None]:
     """Lines of code are named relative to ``directory`` while this is open."""
     token = _directory.set(str(directory))
     try:
@@ -46,6 +46,11 @@ def _shown(path: str, directory: str) -> str:
 def is_library(path: str) -> bool:
     """Whether a source file is not the user's: installed, or part of Python or of this package."""
     return _SITE in path or path.startswith((_PACKAGE, _PYTHON))
+
+
+def is_package(path: str) -> bool:
+    """Whether a source file is this package's."""
+    return path.startswith(_PACKAGE)
 
 
 _SITE = os.sep + "site-packages" + os.sep

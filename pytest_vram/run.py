@@ -221,23 +221,28 @@ class ItemRun:
         simulated.findings = ()  # it did not come to the end: real passes judge
         answers = simulated is self._memory
         if _simulator_gave_up(error):
+            what = f": {error}" if where in str(error) else f" at {where}: {error}"
             if answers:
                 self._extra_findings.append(_not_simulated(what))
                 return None if real is None or real.error is None else real.error
-            self._notes.append(f"there is no estimate, the simulation could not go on: {what}")
+            self._notes.append(f"there is no estimate, the simulation could not go on{what}")
             return None
+        if _devices_differ(error):
+            return error  # no pass but this one knows where tensors would be
+        values = _looked_at_a_value(simulated)
         if real is None:
-            self._add_section(
-                f"The test failed in the simulated pass, which has no values, and no other pass "
-                f"ran to decide:\n{what}\n"
-                "If it looked at a value, guard that with `if vram.has_values:`; "
-                "or let the numbers be checked with --vram-numerics cpu."
-            )
+            if values:
+                self._add_section(
+                    "The test failed in the simulated pass, which has no values, and no other pass "
+                    f"ran to decide:\n{what}\n"
+                    "If it looked at a value, guard that with `if vram.has_values:`; "
+                    "or let the numbers be checked with --vram-numerics cpu."
+                )
             return error
         if real.error is not None:
             return None  # it fails with values, too: that is the test's own failure
-        if not _looked_at_a_value(error) and answers:
-            self._extra_findings.append(_not_simulated(what))
+        if not values and answers:
+            self._extra_findings.append(_not_simulated(f" at {what}"))
             return None
         decided = "the measured pass" if real.kind == "measurement" else "the pass on the CPU"
         self._extra_findings.append(
@@ -479,16 +484,21 @@ def _simulator_gave_up(error: BaseException) -> bool:
     return isinstance(error, (DataDependent, NoSimulatedKernel))
 
 
-def _looked_at_a_value(error: BaseException) -> bool:
+def _devices_differ(error: BaseException) -> bool:
+    from pytest_vram.sim.errors import DEVICES_DIFFER
+
+    return type(error) is RuntimeError and str(error).startswith(DEVICES_DIFFER)
+
+
+def _looked_at_a_value(simulated: Outcome) -> bool:
     """An assertion, or an error that the test's own code (or a library, not PyTorch) raised."""
-    if isinstance(error, (AssertionError, pytest.fail.Exception)):
+    if isinstance(simulated.error, (AssertionError, pytest.fail.Exception)):
         return True
     import torch
 
-    frames = traceback.extract_tb(error.__traceback__)
-    raised_in = Path(frames[-1].filename if frames else "")
     return not any(
-        raised_in.is_relative_to(Path(file).parent) for file in (torch.__file__, __file__)
+        Path(simulated.raised_in).is_relative_to(Path(file).parent)
+        for file in (torch.__file__, __file__)
     )
 
 
@@ -496,7 +506,7 @@ def _not_simulated(what: str) -> Finding:
     return Finding(
         "not-checked",
         "fail",
-        f"VRAM not checked: the simulation could not go on at {what}",
+        f"VRAM not checked: the simulation could not go on{what}",
         hint="memory can be judged on a CUDA machine (--vram-device cuda)",
         data={"reason": "not simulated"},
     )

@@ -10,19 +10,20 @@ Values are then those of the CPU's kernels in the dtypes of a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import load_elsewhere
 from pytest_vram.sim.patching import Patches, patches
+from pytest_vram.sim.threads import FollowedThreads
 from pytest_vram.sim.torch_cuda import Event, Stream
 
 #: The mark on tensors that are "on the GPU". Not a subclass: type(x) is what the user expects.
@@ -38,6 +39,7 @@ class CpuStandIn(TorchFunctionMode):
         super().__init__()
         self._stack = contextlib.ExitStack()
         self.policy: CastPolicy | None = None
+        self.over = False
         self.default_is_cuda = False  # torch.set_default_device("cuda")
 
     def __enter__(self) -> CpuStandIn:
@@ -54,6 +56,7 @@ class CpuStandIn(TorchFunctionMode):
             # DataLoader pins batches in a thread of its own, which no mode reaches
             held.set(Tensor, "pin_memory", lambda self, *args, **kwargs: self)
             _patch_default_device(held, self)
+            FollowedThreads(held, self.in_thread)
             held.set(nn.Parameter, "__new__", _marking_parameter(nn.Parameter.__new__))
             _patch_autocast(held, self.policy, self._stack)
             super().__enter__()  # type: ignore[no-untyped-call]
@@ -69,12 +72,27 @@ class CpuStandIn(TorchFunctionMode):
         tb: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
+        self.over = True
         self._stack.close()
+
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """The mode in another thread than the one that entered it."""
+        if self.over or any(mode is self for mode in _get_current_function_mode_stack()):
+            yield
+            return
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.over:  # a thread that was started inside and goes on
+            return func(*args, **kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)

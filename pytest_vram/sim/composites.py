@@ -100,11 +100,12 @@ def _math_attention(mode: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _adding(mode: Any, what: Any) -> Iterator[None]:
-    outer, mode.added_in_place = mode.added_in_place, what
-    try:
-        yield
-    finally:
-        mode.added_in_place = outer
+    with mode.lock:
+        outer, mode.added_in_place = mode.added_in_place, what
+        try:
+            yield
+        finally:
+            mode.added_in_place = outer
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -16,6 +16,7 @@ would have allocated them, with its scratch (:mod:`pytest_vram.sim.kernels`).
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -31,7 +32,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pytest_vram.sim import inplace, layouts, values
+from pytest_vram.places import shown_from
+from pytest_vram.sim import errors, inplace, layouts, values
 from pytest_vram.sim.frames import storing_item
 from pytest_vram.sim.kernels import RULES, Card, attention, convolution, rnn
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
@@ -123,6 +125,8 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.version = ledger.card.torch
         self.cache_enabled = False  # ours below is keyed and applied in a tenth of the time
         self.ledger = ledger
+        self.lock = threading.RLock()  # one operator at a time keeps the books right
+        self.over = False
         self.nested = 0
         self.added_in_place: Any = None  # by the composite that is running
         self._cacheable: dict[OpOverload, bool] = {}
@@ -135,6 +139,29 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @avoid_device_init.setter
     def avoid_device_init(self, value: bool) -> None: ...
+
+    # -- threads ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_thread(self, directory: str) -> Iterator[None]:
+        """The mode in another thread than the one that entered it. ``__enter__`` keeps what it
+        finds on the mode itself, which threads share. ``directory``: see :func:`places.here`."""
+        if self.over or torch._C._get_dispatch_mode(self._mode_key) is not None:
+            yield
+            return
+        lifting = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        torch._C._set_dispatch_mode(self)
+        try:
+            with shown_from(directory):
+                yield
+        finally:
+            torch._C._unset_dispatch_mode(self._mode_key)
+            torch._C._set_only_lift_cpu_tensors(lifting)
+
+    def end(self) -> None:
+        """The simulation is over; threads that still have this mode run for real."""
+        self.over = True
 
     # -- services for SimTensor -------------------------------------------------------------
 
@@ -152,6 +179,12 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return answer_device(args)
+        if self.over:  # a thread that the simulation started and that goes on
+            return func(*args, **kwargs)
+        with self.lock:
+            return self._dispatch(func, types, args, kwargs)
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if self.nested:
             # inside another operator's fake execution: its implementation detail, not memory
             args, kwargs, _ = self._devices(func, args, kwargs, True)
@@ -218,6 +251,10 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             result = values.data_dependent(self, func, args, kwargs)
         except UnsupportedOperatorException as error:
             raise values.unsupported_operator(func) from error
+        except (torch.OutOfMemoryError, values.DataDependent, values.NoSimulatedKernel):
+            raise
+        except Exception as error:
+            raise errors.as_the_card_says(func, args, kwargs, error) from None
         if result is NotImplemented:
             return result, None, None
         flat = self._adopt_outputs(func, args, kwargs, result)

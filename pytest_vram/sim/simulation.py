@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import logging
 import os
 import pickle
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from pytest_vram.places import here
 from pytest_vram.sim import composites, inplace, modules, selection, torch_cuda
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
 from pytest_vram.sim.autocast import CastPolicy
@@ -27,6 +30,7 @@ from pytest_vram.sim.kernels.versions import WORKSPACE_VARIABLES
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
+from pytest_vram.sim.threads import FollowedThreads
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
 
 _RANK = {bill: rank for rank, bill in enumerate(BILLS)}
@@ -50,6 +54,18 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ("index", "key")
     index: int
     key: int
+
+
+class _OfThread(threading.local):
+    """What the program has chosen in one thread: stream, and the module that runs."""
+
+    def __init__(self) -> None:
+        self.stream = 0
+        #: From which autograd sequence number on which stream was current.
+        self.stream_marks: list[tuple[int, int]] = []
+        self.node_stream = 0
+        self.chosen_in: tuple[int, int] | None = None
+        self.modules: list[str] = []
 
 
 class Simulation:
@@ -78,11 +94,9 @@ class Simulation:
             version=VERSION,
         )
         self.mode = SimMode(self)
-        self.stream = 0
-        #: From which autograd sequence number on which stream was current.
-        self._stream_marks: list[tuple[int, int]] = []
-        self._node_stream = 0
-        self._chosen_in: tuple[int, int] | None = None
+        self._here = _OfThread()
+        self._handles = {threading.get_ident(): "main"}
+        self._free_handles: list[str] = []
         self.notes: list[str] = []
         self._allocations: list[Allocation] = []
         self._frames: list[tuple[Any, int] | None] = []
@@ -91,7 +105,6 @@ class Simulation:
         self._blocks: list[Block | None] = []
         self._live: dict[int, _StorageRef] = {}
         self._workspaces: dict[tuple[str, str, int], int] = {}
-        self._modules: list[str] = []
         self._oom: OutOfMemory | None = None
         self._names: dict[OpOverload, str] = {}
         self._stack: contextlib.ExitStack | None = None
@@ -112,6 +125,13 @@ class Simulation:
             self.policy = CastPolicy("AutocastCUDA", "cuda", on_cast=self._weight_cast)
             stack.callback(self.policy.close)
             held = stack.enter_context(patches())
+            stack.callback(self.mode.end)  # for threads that outlive the simulation
+            # Fake execution logs every error that it raises, with its own frames.
+            held.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+            directory = here()
+            self.threads = FollowedThreads(
+                held, lambda: self.mode.in_thread(directory), self._thread_ended
+            )
             run_eagerly(held, stack, self.notes.append)
             load_elsewhere(held, lambda tensor: tensor.to(self.device))
             stack.enter_context(torch_cuda.installed(self))
@@ -150,11 +170,15 @@ class Simulation:
         self._events.append(("phase", len(self._phases) - 1, 0, 0))
 
     def enter_module(self, path: str) -> None:
-        self._modules.append(path)
+        self._here.modules.append(path)
 
     def leave_module(self) -> None:
-        if self._modules:
-            self._modules.pop()
+        if self._here.modules:
+            self._here.modules.pop()
+
+    def _module(self) -> str:
+        modules = self._here.modules
+        return modules[-1] if modules else ""
 
     def label(self, tensor: Any, bill: str, name: str = "") -> None:
         if type(tensor) is not SimTensor or not tensor.is_cuda:
@@ -247,7 +271,7 @@ class Simulation:
 
     def attention_chosen(self, choice: Choice) -> None:
         """Which attention kernel ran, in which module, and why the others did not."""
-        self.attention.append((self._modules[-1] if self._modules else "", choice))
+        self.attention.append((self._module(), choice))
 
     # -- the books --------------------------------------------------------------------------
 
@@ -316,33 +340,46 @@ class Simulation:
             self._bounds[CUDNN_WORKSPACE] = (low, found[1])
 
     def _thread(self) -> str:
-        """Library handles belong to threads: the engine's thread runs backward."""
-        return "main" if torch._C._current_graph_task_id() == -1 else "autograd"
+        """Library handles belong to threads: the engine's own thread runs backward, and a new
+        thread takes a handle that an ended one left (ATen/cuda/detail/DeviceThreadHandles.h)."""
+        if torch._C._current_graph_task_id() != -1:
+            return "autograd"
+        thread = threading.get_ident()
+        if thread not in self._handles:
+            free = self._free_handles
+            self._handles[thread] = free.pop() if free else f"thread {len(self._handles)}"
+        return self._handles[thread]
+
+    def _thread_ended(self) -> None:
+        handle = self._handles.pop(threading.get_ident(), None)
+        if handle is not None:
+            self._free_handles.append(handle)
 
     def use_stream(self, number: int) -> None:
-        """The program made a stream current."""
-        task = torch._C._current_graph_task_id()
-        if task != -1 and self._chosen_in is None:
-            self._chosen_in = (task, self.stream)
-        elif self._chosen_in is not None and self._chosen_in[1] == number:
-            self._chosen_in = None
-        self.stream = number
-        self._stream_marks.append((torch._C._autograd._get_sequence_nr(), number))
+        """The program made a stream current in this thread."""
+        here, task = self._here, torch._C._current_graph_task_id()
+        if task != -1 and here.chosen_in is None:
+            here.chosen_in = (task, here.stream)
+        elif here.chosen_in is not None and here.chosen_in[1] == number:
+            here.chosen_in = None
+        here.stream = number
+        here.stream_marks.append((torch._C._autograd._get_sequence_nr(), number))
 
     def _current_stream(self) -> int:
         """In backward the engine runs every node on the stream of its forward (engine.cpp,
         ``evaluate_function``), which its sequence number tells; an AccumulateGrad has none, and
         runs where the gradient was made."""
-        if not self._stream_marks:
-            return self.stream
+        here = self._here
+        if not here.stream_marks:
+            return here.stream
         task = torch._C._current_graph_task_id()
-        if task == -1 or (self._chosen_in is not None and self._chosen_in[0] == task):
-            return self.stream
+        if task == -1 or (here.chosen_in is not None and here.chosen_in[0] == task):
+            return here.stream
         node = torch._C._current_autograd_node()
         if node is not None and "AccumulateGrad" not in node.name():
-            place = bisect.bisect_right(self._stream_marks, (node._sequence_nr(), sys.maxsize))
-            self._node_stream = self._stream_marks[place - 1][1] if place else 0
-        return self._node_stream
+            place = bisect.bisect_right(here.stream_marks, (node._sequence_nr(), sys.maxsize))
+            here.node_stream = here.stream_marks[place - 1][1] if place else 0
+        return here.node_stream
 
     def _workspace(self, kind: str, size: int, func: OpOverload) -> None:
         key = (kind, self._thread(), self._current_stream())
@@ -376,9 +413,10 @@ class Simulation:
         self._live[key] = ref
 
     def _died(self, ref: _StorageRef) -> None:
-        if self._live.get(ref.key) is ref:
-            del self._live[ref.key]
-        self._free(ref.index)
+        with self.mode.lock:
+            if self._live.get(ref.key) is ref:
+                del self._live[ref.key]
+            self._free(ref.index)
 
     def _allocate(self, size: int, func: Any, bill: str = "", name: str = "") -> int:
         try:
@@ -396,7 +434,7 @@ class Simulation:
                 bill=bill,
                 name=name,
                 operator=self._name(func),
-                module=self._modules[-1] if self._modules else "",
+                module=self._module(),
             )
         )
         self._frames.append(user_frame())
@@ -454,7 +492,7 @@ class Simulation:
             free=error.free,
             message=message,
             operator=self._name(func),
-            module=self._modules[-1] if self._modules else "",
+            module=self._module(),
             frame=describe(*frame) if frame else "",
         )
         return torch.OutOfMemoryError(message)

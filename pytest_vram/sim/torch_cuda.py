@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import sys
+import threading
 import time
 import types
 import warnings
@@ -340,11 +341,11 @@ def _memory(held: Patches, simulation: Any) -> None:
 
 def _streams(held: Patches, simulation: Any) -> None:
     default = Stream(stream_id=0)
-    current = [default]
+    current = threading.local()  # every thread has its own current stream
 
     def set_stream(stream: Any) -> None:
         if stream is not None:
-            current[0] = stream
+            current.stream = stream
             simulation.use_stream(stream_id(stream))
 
     functions: dict[str, Any] = {
@@ -353,7 +354,7 @@ def _streams(held: Patches, simulation: Any) -> None:
         "Event": Event,
         "StreamContext": _StreamContext,
         "stream": _StreamContext,
-        "current_stream": lambda device=None: current[0],
+        "current_stream": lambda device=None: getattr(current, "stream", default),
         "default_stream": lambda device=None: default,
         "set_stream": set_stream,
     }

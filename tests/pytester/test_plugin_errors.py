@@ -1,0 +1,115 @@
+"""A test's own errors inside a simulated pass: the user's frames, and the card's words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from projects import Project, outcomes
+
+BUDGET = '@pytest.mark.vram_budget("1 GiB", steps=1)'
+
+TRAIN = """
+def train(vram, loss):
+    model = nn.Linear(8, 8).to(vram.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return vram.train(model, optimizer, lambda: loss(model))
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "error"),
+    [
+        (
+            'm(torch.ones(4, 9, device="cuda")).sum()',
+            "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x9 and 8x8)",
+        ),
+        (
+            "m(torch.ones(4, 8)).sum()",
+            "RuntimeError: Expected all tensors to be on the same device, but found at least two "
+            "devices, cuda:0 and cpu!",
+        ),
+        (
+            "(m.weight + torch.ones(8)).sum()",
+            "RuntimeError: Expected all tensors to be on the same device, but found at least two "
+            "devices, cuda:0 and cpu!",
+        ),
+        (
+            "m.weight.view(3, 3).sum()",
+            "RuntimeError: shape '[3, 3]' is invalid for input of size 64",
+        ),
+        (
+            "m.weight[99].sum()",
+            "IndexError: index 99 is out of bounds for dimension 0 with size 8",
+        ),
+        (
+            "F.cross_entropy(m.weight, torch.arange(3).cuda())",
+            "ValueError: Expected input batch_size (8) to match target batch_size (3).",
+        ),
+        ("{}['x']", "KeyError: 'x'"),
+    ],
+)
+def test_the_users_line_and_the_words_of_the_card(project: Project, loss: str, error: str) -> None:
+    project.write(f"""{TRAIN}
+{BUDGET}
+def test_x(vram):
+    train(vram, lambda m: {loss})  # the line
+""")
+    result = project.run("--tb=short")
+    assert outcomes(result) == {"failed": 1}
+    text = result.stdout.str()
+    assert f"E   {error}\n" in text
+    assert f"train(vram, lambda m: {loss})" in text
+    for foreign in (
+        "pytest_vram/",
+        "fake_tensor",
+        "_subclasses",
+        "_meta_registrations",
+        "log call",
+    ):
+        assert foreign not in text, foreign
+    # Errors of the user's own lines may come from a value; those of PyTorch's do not.
+    assert ("has no values" in text) == (not error.startswith(("RuntimeError", "ValueError")))
+
+
+def test_a_device_mismatch_fails_though_the_cpu_would_compute_it(project: Project) -> None:
+    project.write(f"""{TRAIN}
+{BUDGET}
+def test_x(vram):
+    train(vram, lambda m: m(torch.ones(4, 8)).sum())
+""")
+    result = project.run("-rf", cpu=True)
+    assert outcomes(result) == {"failed": 1}
+    result.stdout.fnmatch_lines(["FAILED *RuntimeError: Expected all tensors to be on the sa*"])
+
+
+def test_out_of_memory_can_be_caught_as_on_a_card(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.ones(1 << 40, device="cuda")
+    assert str(caught.value).startswith(
+        "CUDA out of memory. Tried to allocate 4096.00 GiB. GPU 0 has a total capacity of 79"
+    )
+    vram.train(*build(vram.device))
+""")
+    assert outcomes(project.run()) == {"passed": 1}
+
+
+def test_a_place_is_named_once(project: Project) -> None:
+    path = project.write(f"""{TRAIN}
+{BUDGET}
+def test_x(vram):
+    x = torch.randn(100, 100, device=vram.device)
+    train(vram, lambda m: m(x[x > 0][:8]).sum())  # the line
+""")
+    lines = path.read_text().splitlines()
+    place = f"test_a.py:{next(n for n, text in enumerate(lines, 1) if 'the line' in text)}"
+    text = project.run().stdout.str()
+    (found,) = re.findall(r"^VRAM not checked: the simulation could not go on.*$", text, re.M)
+    assert found.startswith(
+        f"VRAM not checked: the simulation could not go on: torch.index at {place} <lambda> makes "
+        "a tensor whose size depends on values"
+    )
+    assert found.count(place) == 1
