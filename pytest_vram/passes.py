@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 class Outcome:
     """What one pass saw. ``kind``: ``simulation``, ``measurement`` or ``numerics``. ``error`` is
     what the test body raised, in the file ``raised_in``. ``held``: bytes on the device that
-    fixtures own at the end. ``observed``: who referred to what, and ``attention``: the kernels chosen (simulation only)."""
+    fixtures own at the end. ``observed``: who referred to what, and ``attention``: the kernels
+    chosen (simulation only)."""
 
     kind: str
     device: str

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from pytest_vram.sim.autocast import CastPolicy
@@ -78,7 +78,8 @@ class CpuStandIn(TorchFunctionMode):
     @contextlib.contextmanager
     def in_thread(self) -> Iterator[None]:
         """The mode in another thread than the one that entered it."""
-        if self.over or any(mode is self for mode in _get_current_function_mode_stack()):
+        stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if self.over or self in stack:
             yield
             return
         super().__enter__()  # type: ignore[no-untyped-call]

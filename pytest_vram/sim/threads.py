@@ -31,7 +31,7 @@ class FollowedThreads:
 
         def start_inside(thread: threading.Thread) -> None:
             # A thread of an executor outlives the pass: its work items enter and leave instead.
-            if getattr(thread, "_target", None) is not executor._worker:  # type: ignore[attr-defined]
+            if getattr(thread, "_target", None) is not executor._worker:
                 run = thread.run
 
                 def run_inside() -> None:
