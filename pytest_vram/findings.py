@@ -15,6 +15,7 @@ KINDS: tuple[str, ...] = (
     "regression",
     "leak",
     "unexplained",
+    "uncertain",
     "non-finite",
     "scaler",
     "untrained",

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_vram.ledger import Ledger
 from pytest_vram.marker import Budget, BudgetError, keywords_of, marks_of, read_budget
+from pytest_vram.quantities import parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -169,6 +170,14 @@ class Vram:
         from pytest_vram.sim.selection import assume_selected
 
         return assume_selected(share)
+
+    def assume_scratch(self, operator: str, size: int | str) -> AbstractContextManager[None]:
+        """Within it, the custom operator (``"mylib::norm"``) takes at most ``size`` (bytes, or
+        ``"64 MiB"``) beside its outputs: the upper end of the peak's interval, which is open
+        without. Passes with a real kernel ignore it."""
+        from pytest_vram.sim.kernels.fallback import assume_scratch
+
+        return assume_scratch(operator, parse_size(size))
 
     def train(
         self,

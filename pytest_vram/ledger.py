@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_vram.trace import BILLS, Allocation, Trace
+from pytest_vram.trace import BILLS, Allocation, Bounds, Interval, Trace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,7 +121,7 @@ class Ledger:
 
     ``cached`` is reserved less allocated at the reserved peak (at its fullest moment);
     ``phases`` is the peak of each phase over all steps; ``end`` is what was still alive when the
-    trace ended.
+    trace ended. ``bounds`` is what closed code decides, ``None`` where every byte is known.
     """
 
     device: str
@@ -134,13 +134,23 @@ class Ledger:
     base_allocated: int = 0
     base_reserved: int = 0
     failure: Failure | None = None
-    bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    bounds: Bounds | None = None
     notes: tuple[str, ...] = ()
     events: int = 0
 
     @property
     def peak_allocated(self) -> int:
         return self.peak.allocated
+
+    @property
+    def allocated_interval(self) -> Interval:
+        """What the peak may be, given what closed code decides; both ends equal without bounds."""
+        return self.bounds.allocated if self.bounds else (self.peak_allocated, self.peak_allocated)
+
+    @property
+    def reserved_interval(self) -> Interval:
+        """The same of reserved memory."""
+        return self.bounds.reserved if self.bounds else (self.peak_reserved, self.peak_reserved)
 
     @property
     def bills(self) -> Mapping[str, int]:
@@ -191,7 +201,7 @@ class Ledger:
             base_allocated=trace.base_allocated,
             base_reserved=trace.base_reserved,
             failure=failure,
-            bounds=dict(trace.bounds),
+            bounds=trace.bounds,
             notes=tuple(trace.notes),
             events=len(trace.events),
         )
@@ -207,7 +217,7 @@ class Ledger:
         values["end"] = Moment.from_dict(raw["end"])
         values["steps"] = tuple(Step(**step) for step in raw["steps"])
         values["failure"] = raw["failure"] and Failure.from_dict(raw["failure"])
-        values["bounds"] = {name: (low, high) for name, (low, high) in raw["bounds"].items()}
+        values["bounds"] = raw["bounds"] and Bounds.from_dict(raw["bounds"])
         values["notes"] = tuple(raw["notes"])
         return cls(**values)
 

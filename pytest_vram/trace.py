@@ -6,8 +6,8 @@ Two producers make a Trace: the real GPU (:mod:`pytest_vram.cuda`) and the simul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 #: The lines of the ledger. Every allocated byte belongs to exactly one of them.
@@ -92,6 +92,47 @@ class OutOfMemory:
     frame: str = ""
 
 
+#: Ends of an interval in bytes; ``None``: no upper end is known.
+Interval = tuple[int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One part of a device's memory that closed code decides, and ``why`` it cannot be known.
+
+    ``allocated`` and ``reserved`` are the peaks if this part alone takes its least or its most.
+    ``calls`` is how often it occurred; ``operator``, ``module`` and ``frame`` name the widest.
+    """
+
+    part: str
+    why: str
+    allocated: Interval
+    reserved: Interval
+    calls: int = 1
+    operator: str = ""
+    module: str = ""
+    frame: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Every :class:`Bound` of a run, and the peaks if all parts take their least or their most."""
+
+    parts: tuple[Bound, ...]
+    allocated: Interval
+    reserved: Interval
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Bounds:
+        parts = [
+            Bound(**{**one, **{name: tuple(one[name]) for name in ("allocated", "reserved")}})
+            for one in raw["parts"]
+        ]
+        low, high = raw["allocated"]
+        least, most = raw["reserved"]
+        return cls(tuple(parts), (low, high), (least, most))
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """The ordered allocation events of one device during one pass of one test.
@@ -107,8 +148,8 @@ class Trace:
     base_allocated: int = 0
     base_reserved: int = 0
     oom: OutOfMemory | None = None
-    #: Uncertainty of named parts that closed code decides: name -> (low, high) bytes at the peak.
-    bounds: dict[str, tuple[int, int]] = field(default_factory=dict)
+    #: What closed code decides; ``None`` where every byte is known.
+    bounds: Bounds | None = None
     notes: Sequence[str] = ()
 
     def walk(self) -> Iterator[tuple[int, Event, int, int]]:

@@ -13,6 +13,7 @@ from pytest_vram.ledger import Ledger, Live, Moment
 from pytest_vram.marker import Budget
 from pytest_vram.quantities import format_bytes, format_change, format_percent
 from pytest_vram.trace import BILLS
+from pytest_vram.uncertain import format_interval, interval_lines, within_but_uncertain
 
 #: The cheapest remedy for the bill that weighs most (memory-planning literature's order).
 REMEDIES: Mapping[str, str] = {
@@ -52,6 +53,7 @@ def judge_memory(
     """
     findings: list[Finding] = []
     findings += over_budget(ledger, budget)
+    findings += within_but_uncertain(ledger, budget, strict)
     before = stored.get(environment.key)
     if before is not None:
         comparison = compare(before, now, budget.baseline)
@@ -102,6 +104,7 @@ def over_budget(ledger: Ledger, budget: Budget) -> list[Finding]:
         details = [*moment_table(ledger.peak), *largest_table(ledger.largest)]
         if name == "peak reserved":
             details.insert(0, f"cached but unused at that moment: {format_bytes(ledger.cached)}")
+        details += interval_lines(ledger)
         found.append(
             Finding(
                 "over-budget",
@@ -321,7 +324,9 @@ def no_baseline(
 
 def unexplained(ledger: Ledger, estimate: Ledger, budget: Budget) -> list[Finding]:
     now, expected = ledger.peak_allocated, estimate.peak_allocated
-    if not budget.estimate.exceeded(now - expected, expected):
+    low, high = estimate.allocated_interval
+    beyond = now - low if now < low else 0 if high is None else max(now - high, 0)
+    if not budget.estimate.exceeded(beyond, expected):
         return []
     below = now < expected
     return [
@@ -329,7 +334,9 @@ def unexplained(ledger: Ledger, estimate: Ledger, budget: Budget) -> list[Findin
             "unexplained",
             "fail",
             f"VRAM unexplained: measured peak {format_bytes(now)}, "
-            f"estimate {format_bytes(expected)}, {format_change(now - expected, now)} "
+            f"estimate {format_bytes(expected)}"
+            f"{f' ({format_interval((low, high))})' if estimate.bounds else ''}, "
+            f"{format_change(now - expected, now)} "
             f"({format_percent(now - expected, expected)}, allowed {budget.estimate})",
             tuple(two_ledgers("estimate", estimate.peak, "measured", ledger.peak)),
             hint=(

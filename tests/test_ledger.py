@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from traces import MIB, Script, training
 
 from pytest_vram.ledger import Ledger, Live
-from pytest_vram.trace import BILLS, Event, OutOfMemory, Trace
+from pytest_vram.trace import BILLS, Bound, Bounds, Event, OutOfMemory, Trace
 
 
 def test_peak_and_bills() -> None:
@@ -103,7 +103,9 @@ def test_json_round_trip() -> None:
     script = training()
     script.events.append(Event("oom", size=4))
     oom = OutOfMemory(4, 6, 8, 10, 2, "CUDA out of memory")
-    trace = script.trace(oom=oom, bounds={"cudnn": (0, 5)}, notes=("hello",), base_allocated=7)
+    part = Bound("cuDNN", "closed", (60, 65), (70, None), 3, "aten::convolution", "conv", "a.py:1")
+    bounds = Bounds((part,), (60, 65), (70, None))
+    trace = script.trace(oom=oom, bounds=bounds, notes=("hello",), base_allocated=7)
     ledger = Ledger.from_trace(trace)
     assert Ledger.from_dict(json.loads(json.dumps(ledger.to_dict()))) == ledger
 

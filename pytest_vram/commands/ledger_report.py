@@ -6,6 +6,7 @@ from pytest_vram.commands.common import bill_name, console, say, table
 from pytest_vram.ledger import Ledger, Live, Moment
 from pytest_vram.quantities import format_bytes
 from pytest_vram.trace import BILLS
+from pytest_vram.uncertain import interval_lines
 
 
 def show_ledger(ledger: Ledger) -> None:
@@ -33,6 +34,8 @@ def show_ledger(ledger: Ledger) -> None:
     if moment.largest:
         say()
         show_largest(moment.largest)
+    for line in interval_lines(ledger):
+        say(line)
     for note in ledger.notes:
         say(f"Note: {note}")
 

@@ -51,7 +51,7 @@ class CpuStandIn(TorchFunctionMode):
             self.policy = CastPolicy("AutocastCPU", "cpu")
             self._stack.callback(self.policy.close)
             _patch_cuda(held)
-            run_eagerly(held, self._stack, lambda note: None)
+            run_eagerly(held, self._stack, lambda note, open_ended: None)
             load_elsewhere(held, lambda tensor: tensor.to("cuda"))
             # DataLoader pins batches in a thread of its own, which no mode reaches
             held.set(Tensor, "pin_memory", lambda self, *args, **kwargs: self)

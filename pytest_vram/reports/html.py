@@ -28,6 +28,7 @@ from pytest_vram.reports import figures
 from pytest_vram.reports.model import Report
 from pytest_vram.timeline import Timeline
 from pytest_vram.trace import BILLS
+from pytest_vram.uncertain import format_interval
 
 #: Failing tests that are shown unfolded when the page opens.
 UNFOLDED = 5
@@ -47,7 +48,12 @@ def page(report: Report) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters |= {"size": format_bytes, "exact": _exact, "breakable": _breakable}
+    environment.filters |= {
+        "size": format_bytes,
+        "exact": _exact,
+        "breakable": _breakable,
+        "interval": format_interval,
+    }
     script = f"{_asset('uPlot.iife.min.js')}\n{_asset('report.js')}"
     records = sorted(report.records, key=lambda one: figures.MOODS.index(figures.mood(one)))
     return environment.get_template("report.html.j2").render(

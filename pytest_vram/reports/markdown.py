@@ -14,6 +14,7 @@ from pytest_vram.quantities import format_bytes
 from pytest_vram.record import TestRecord
 from pytest_vram.reports import figures
 from pytest_vram.reports.model import Report
+from pytest_vram.uncertain import interval_lines, part_names
 
 #: A comment on a pull request takes 65,536 characters (GitHub's REST documentation); the report
 #: leaves room for what is put around it.
@@ -155,6 +156,10 @@ def _details(record: TestRecord) -> list[str]:
     said = _said(record)
     if not said and record.outcome == "failed":
         said = ["the test itself failed; its memory was within bounds"]
+    if record.ledger is not None and record.ledger.bounds is not None:
+        lines = interval_lines(record.ledger)
+        if not any(lines[0] in text for text in said):
+            said = [*said, "\n".join(lines)]
     return [
         f"<details{opened}><summary>{SIGNS[figures.mood(record)]} <code>{name}</code> "
         f"{html.escape(record.verdict)}</summary>",
@@ -172,6 +177,9 @@ def _footer(report: Report) -> list[str]:
     environments = dict.fromkeys(str(record.environment) for record in report.records)
     lines = [f"- {code(name)}" for name in list(environments)[:8]]
     checked = sum(bool(record.numerics) for record in report.records)
+    for names in dict.fromkeys(part_names(one.ledger) for one in report.records if one.ledger):
+        if names:
+            lines.append(f"- not known to the byte: {code(names)}")
     if report.records:
         lines.append(f"- numbers checked in {checked} of {len(report.records)} tests")
     lines.append(f"- pytest-vram {report.version}, {report.created}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_vram.quantities import format_bytes, format_percent
 from pytest_vram.record import TestRecord
 from pytest_vram.session import Summary
+from pytest_vram.uncertain import interval_lines, part_names
 from pytest_vram.verdict import largest_table, moment_table
 
 GAP = "  "
@@ -138,6 +140,11 @@ def legend(records: Sequence[TestRecord]) -> list[str]:
     for environment in dict.fromkeys(str(record.environment) for record in records):
         lines.append(environment + (", to the byte and without values"
                                     if environment.startswith("simulated") else ""))  # fmt: skip
+    for names, count in Counter(
+        part_names(record.ledger) for record in records if record.ledger and record.ledger.bounds
+    ).items():
+        tests = "1 test" if count == 1 else f"{count} tests"
+        lines.append(f"but for {names} in {tests}: -v shows the interval")
     checked = {"cuda": "on the GPU, in the same run", "cpu": "by a real run on the CPU"}
     parts = []
     for where, how in checked.items():
@@ -171,8 +178,7 @@ def ledger(record: TestRecord) -> list[str]:
         lines.append(f"  alive after each step: {live}")
     if found.base_allocated:
         lines.append(f"  held before the test, not counted: {format_bytes(found.base_allocated)}")
-    for name, (low, high) in found.bounds.items():
-        lines.append(f"  uncertain: {name} {format_bytes(low)} to {format_bytes(high)}")
+    lines += [f"  {line}" for line in interval_lines(found)]
     lines += [f"  {line}" for line in largest_table(found.largest)]
     lines += [f"  note: {note}" for note in record.notes]
     if record.passes:

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pytest_vram.places import shown_from
 from pytest_vram.sim import errors, inplace, layouts, values
 from pytest_vram.sim.frames import storing_item
-from pytest_vram.sim.kernels import RULES, Card, attention, convolution, rnn
+from pytest_vram.sim.kernels import RULES, Card, Span, attention, convolution, rnn
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
 
 aten = torch.ops.aten
@@ -63,6 +63,8 @@ class StorageLedger(Protocol):
     def record_stream(self, tensor: SimTensor, stream: Any) -> None: ...
 
     def address_of(self, tensor: SimTensor) -> int: ...
+
+    def uncertain(self, tensor: SimTensor, span: Span, func: Any = None) -> None: ...
 
 
 class Recipe:

@@ -18,14 +18,16 @@ from torch._ops import OpOverload
 
 from pytest_vram.places import here
 from pytest_vram.sim import composites, inplace, modules, selection, torch_cuda
-from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
+from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory, Listener
 from pytest_vram.sim.autocast import CastPolicy
-from pytest_vram.sim.device import CONVOLUTIONS, Recipe, SimMode, parts_of
+from pytest_vram.sim.bounds import Uncertainty, Unknown
+from pytest_vram.sim.device import Recipe, SimMode, parts_of
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import load_elsewhere
 from pytest_vram.sim.frames import describe, user_frame
-from pytest_vram.sim.kernels import Card, Give, Out, Program, Take, convolution, program
+from pytest_vram.sim.kernels import RULES, Card, Give, Out, Program, Span, Take, program
 from pytest_vram.sim.kernels.attention import Choice, default_cudnn
+from pytest_vram.sim.kernels.fallback import declarations, fallback
 from pytest_vram.sim.kernels.versions import WORKSPACE_VARIABLES
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
@@ -35,9 +37,6 @@ from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trac
 
 _RANK = {bill: rank for rank, bill in enumerate(BILLS)}
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
-
-
-CUDNN_WORKSPACE = "cuDNN convolution workspace"
 
 _ACTIONS = {
     "alloc": ("alloc",),
@@ -86,13 +85,8 @@ class Simulation:
         self.card = Card(profile, VERSION, cudnn_version=default_cudnn(VERSION))
         # PyTorch reads these once per process; recipes outlive a simulation.
         self._card_key = hash((self.card, *map(os.environ.get, WORKSPACE_VARIABLES)))
-        self.allocator = CachingAllocator(
-            profile.memory,
-            alloc_conf,
-            listener=self._segment,
-            context=profile.context,
-            version=VERSION,
-        )
+        self.allocator = self._allocator(self._segment)
+        self.uncertainty = Uncertainty(self._allocator, profile.memory - profile.context)
         self.mode = SimMode(self)
         self._here = _OfThread()
         self._handles = {threading.get_ident(): "main"}
@@ -109,8 +103,17 @@ class Simulation:
         self._names: dict[OpOverload, str] = {}
         self._stack: contextlib.ExitStack | None = None
         self._quiet = False
-        self._bounds: dict[str, tuple[int, int]] = {}
         self.attention: list[tuple[str, Choice]] = []
+
+    def _allocator(self, listener: Listener | None = None) -> CachingAllocator:
+        profile = self.profile
+        return CachingAllocator(
+            profile.memory,
+            self.alloc_conf,
+            listener=listener,
+            context=profile.context,
+            version=VERSION,
+        )
 
     # -- entering and leaving ---------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class Simulation:
             self.threads = FollowedThreads(
                 held, lambda: self.mode.in_thread(directory), self._thread_ended
             )
-            run_eagerly(held, stack, self.notes.append)
+            run_eagerly(held, stack, self._compiles)
             load_elsewhere(held, lambda tensor: tensor.to(self.device))
             stack.enter_context(torch_cuda.installed(self))
             stack.enter_context(composites.installed(self))
@@ -215,7 +218,7 @@ class Simulation:
             phases=list(self._phases),
             device=f"{self.profile.title} (simulated)",
             oom=self._oom,
-            bounds=dict(self._bounds),
+            bounds=self.uncertainty.bounds(allocations, self._events),
             notes=tuple(self.notes),
         )
 
@@ -301,12 +304,18 @@ class Simulation:
                 tensor = outputs[step.index]
                 if type(tensor) is SimTensor:
                     self._new_tensor(tensor, func, step.size)
+                if step.span is not None and type(tensor) is SimTensor:
+                    self.uncertain(tensor, step.span, func)
             elif isinstance(step, Take):
-                taken[step.key] = self._allocate(step.size, func, bill="temporary", name=step.why)
+                index = -1
+                if step.size:
+                    index = self._allocate(step.size, func, bill="temporary", name=step.why)
+                    taken[step.key] = index
+                if step.span is not None:
+                    self._note(step.span, index, func)
             elif isinstance(step, Give):
-                index = taken.pop(step.key, None)
-                if index is not None:
-                    self._free(index)
+                if step.key in taken:
+                    self._free(taken.pop(step.key))
             else:
                 self._workspace(step.kind, step.size, func)
         for index in reversed(taken.values()):
@@ -315,29 +324,49 @@ class Simulation:
     def _program(
         self, func: Any, args: Any, kwargs: Any, outputs: list[Any], recipe: Any
     ) -> Program | None:
-        key = (self._card_key, *_switches())
-        if func in CONVOLUTIONS:
-            self._bound(func, args, recipe, ("bounds", *key))
+        key = (self._card_key, *_switches(), declarations())
         if recipe is not None:
             known = recipe.programs.get(key, False)
             if known is not False:
                 return known  # type: ignore[no-any-return]
         flat = [out if isinstance(out, torch.Tensor) else None for out in outputs]
         steps = program(func, args, kwargs, flat, self.card)
+        if steps is None and func not in RULES:
+            steps = fallback(func, args, flat)
         if recipe is not None:
             recipe.programs[key] = steps
         return steps
 
-    def _bound(self, func: Any, args: Any, recipe: Recipe | None, key: tuple[Any, ...]) -> None:
-        """What cuDNN's closed heuristics may take on top: the widest range of any convolution."""
-        found = recipe.programs.get(key) if recipe is not None else None
-        if found is None:
-            found = convolution.workspace_bounds(func, args, self.card)
-            if recipe is not None:
-                recipe.programs[key] = found
-        low, high = self._bounds.get(CUDNN_WORKSPACE, (0, 0))
-        if found[1] > high:
-            self._bounds[CUDNN_WORKSPACE] = (low, found[1])
+    # -- what is not known ------------------------------------------------------------------
+
+    def uncertain(self, tensor: SimTensor, span: Span, func: Any = None) -> None:
+        """The size of ``tensor``'s storage is closed code's choice."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            self._note(span, found.index, func)
+
+    def _note(self, span: Span, index: int, func: Any) -> None:
+        self.uncertainty.note(
+            Unknown(
+                len(self._events),
+                index,
+                span,
+                self._name(func) if func is not None else "",
+                self._modules[-1] if self._modules else "",
+                user_frame(),
+                self._current_stream(),
+            )
+        )
+
+    def _compiles(self, note: str, open_ended: bool) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+        self.uncertainty.compiled(open_ended)
+
+    def adjust(self, name: str, *arguments: Any) -> None:
+        """The program changes how the allocator goes on: ``empty_cache``, a memory fraction ..."""
+        self.uncertainty.adjusted(len(self._events), name, *arguments)
+        getattr(self.allocator, name)(*arguments)
 
     def _thread(self) -> str:
         """Library handles belong to threads: the engine's own thread runs backward, and a new
@@ -510,7 +539,10 @@ class Simulation:
         found = self._live.get(tensor.untyped_storage()._cdata)
         block = self._blocks[found.index] if found is not None else None
         if block is not None:
-            self.allocator.record_stream(block, torch_cuda.stream_id(stream))
+            assert found is not None
+            number = torch_cuda.stream_id(stream)
+            self.uncertainty.adjusted(len(self._events), "record_stream", found.index, number)
+            self.allocator.record_stream(block, number)
 
     def address_of(self, tensor: SimTensor) -> int:
         found = self._live.get(tensor.untyped_storage()._cdata)

@@ -321,18 +321,18 @@ def _memory(held: Patches, simulation: Any) -> None:
         "reset_accumulated_memory_stats": reading(allocator.reset_accumulated),
         "reset_max_memory_allocated": old("reset_max_memory_allocated", allocator.reset_peak),
         "reset_max_memory_cached": old("reset_max_memory_cached", allocator.reset_peak),
-        "empty_cache": allocator.empty_cache,
+        "empty_cache": lambda: simulation.adjust("empty_cache"),
         "mem_get_info": reading(allocator.mem_get_info),
         "memory_snapshot": lambda *a, **k: allocator.segments(),
         "list_gpu_processes": lambda device=None: "no processes are running",
-        "set_per_process_memory_fraction": lambda fraction, device=None: (
-            allocator.set_memory_fraction(fraction)
+        "set_per_process_memory_fraction": lambda fraction, device=None: simulation.adjust(
+            "set_memory_fraction", fraction
         ),
         "get_per_process_memory_fraction": lambda device=None: 1.0,
         "_record_memory_history": lambda *a, **k: None,
         "_snapshot": lambda device=None, **k: simulation.snapshot(),
         "_dump_snapshot": lambda filename="dump_snapshot.pickle", **k: simulation.dump(filename),
-        "_set_allocator_settings": allocator.configure,
+        "_set_allocator_settings": lambda conf: simulation.adjust("configure", conf),
         "get_allocator_backend": lambda: "native",
     }
     held.replace(torch.cuda.memory, **functions)

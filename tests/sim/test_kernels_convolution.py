@@ -8,13 +8,12 @@ import torch
 from kernel_answers import argument, card, differences, runs, state
 
 from pytest_vram.sim import find_profile
-from pytest_vram.sim.kernels import Card
+from pytest_vram.sim.kernels import Card, Take, program
 from pytest_vram.sim.kernels.convolution import (
     described,
     laid_out,
     result_strides,
     select,
-    workspace_bounds,
 )
 from pytest_vram.sim.kernels.iterator import layout
 from pytest_vram.sim.kernels.versions import overload
@@ -86,27 +85,44 @@ def test_results_keep_channels_last_with_cudnn_only() -> None:
     assert out is blind
 
 
+def spans(args: tuple[object, ...], card: Card) -> list[tuple[int, int | None]]:
+    """What cuDNN may take in the kernels of a forward convolution."""
+    steps = program(aten.convolution.default, args, {}, [tensor(1)], card) or ()
+    return [
+        (step.span.low, step.span.high) for step in steps if isinstance(step, Take) and step.span
+    ]
+
+
 def test_bounds_of_the_closed_library() -> None:
-    args = (
-        tensor(8, 64, 56, 56),
-        tensor(64, 64, 1, 1),
-        None,
-        [1, 1],
-        [0, 0],
-        [1, 1],
-        False,
-        [0, 0],
-        1,
-    )
+    source, weight = tensor(8, 64, 56, 56), tensor(64, 64, 1, 1)
+    options = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    args = (source, weight, *options)
     x, w = 8 * 64 * 56 * 56 * 4, 64 * 64 * 4
-    func = aten.convolution.default
     with state({"cudnn": True}):
-        assert workspace_bounds(func, args, on("a100-80gb")) == (0, 2 * x + w)
-        assert workspace_bounds(func, args, on("v100-32gb")) == (0, 0)
-        last = (args[0].to(memory_format=torch.channels_last), *args[1:])
-        assert workspace_bounds(func, last, on("a100-80gb")) == (0, 0)
+        assert spans(args, on("a100-80gb")) == [(0, 2 * x + w)]
+        assert spans(args, on("v100-32gb")) == []
+        last = (source.to(memory_format=torch.channels_last), weight, *options)
+        assert spans(last, on("a100-80gb")) == []
     with state({"cudnn": False}):
-        assert workspace_bounds(func, args, on("a100-80gb")) == (0, 0)
+        assert spans(args, on("a100-80gb")) == []
     with state({"cudnn": True, "bench": True}):
         card = on("t4")
-        assert workspace_bounds(func, args, card) == (0, card.profile.memory - card.profile.context)
+        assert spans(args, card) == [(0, card.profile.memory - card.profile.context)]
+
+
+def test_each_kernel_of_a_backward_has_its_own_workspace() -> None:
+    source, weight = tensor(8, 64, 56, 56), tensor(64, 64, 3, 3)
+    options = ([64], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+    x, w = 8 * 64 * 56 * 56 * 4, 64 * 64 * 9 * 4
+    with state({"cudnn": True}):
+        steps = program(
+            aten.convolution_backward.default,
+            (source, source, weight, *options),
+            {},
+            [source, weight, None],
+            on("a100-80gb"),
+        )
+    assert steps is not None
+    tiles = (2 * x) * 9 // 4 + w * 4  # Winograd's, more than the copies
+    highs = {one.key: one.span.high for one in steps if isinstance(one, Take) and one.span}
+    assert highs == {"dgrad workspace": tiles, "wgrad workspace": tiles + 48 * w}

@@ -7,7 +7,7 @@ import torch
 from kernel_answers import differences
 
 from pytest_vram.sim import find_profile
-from pytest_vram.sim.kernels import Card, Give, Out, Take, program, rnn
+from pytest_vram.sim.kernels import Card, Give, Out, Span, Take, program, rnn
 
 aten = torch.ops.aten
 A100 = Card(find_profile("a100-80gb"), (2, 13))
@@ -48,6 +48,11 @@ def test_flattened_weights_share_one_buffer_that_cudnn_is_given() -> None:
     assert not given.requires_grad
 
 
+def _span(low: int, high: int) -> Span:
+    why = "cuDNN's RNN kernels are closed: a documented model is simulated"
+    return Span("cuDNN RNN reserve and workspace", why, low, high)
+
+
 def test_cudnn_layers_keep_a_reserve_and_take_a_workspace() -> None:
     source, hx = tensor(32, 20, 64), tensor(1, 32, 128)
     weights = [tensor(512, 64), tensor(512, 128), tensor(512), tensor(512)]
@@ -65,8 +70,8 @@ def test_cudnn_layers_keep_a_reserve_and_take_a_workspace() -> None:
         Out(0),
         Out(1),
         Out(2),
-        Take("workspace", gates, "cuDNN's workspace (modelled)"),
-        Out(3),
+        Take("workspace", gates, "cuDNN's workspace (modelled)", _span(0, 2 * gates + 65536)),
+        Out(3, span=_span(gates, gates + 2 * 640 * 128 * 4 + 2 * 32 * 128 * 4)),
         Give("workspace"),
         Give("input"),
     )
@@ -93,7 +98,12 @@ def test_gradients_of_cudnn_weights_are_views_of_one_buffer() -> None:
     assert steps is not None
     assert [step for step in steps if isinstance(step, Take)] == [
         Take("dhy", 32 * 128 * 4, "zeros"),
-        Take("workspace", 640 * 384 * 4, "cuDNN's workspace (modelled)"),
+        Take(
+            "workspace",
+            640 * 384 * 4,
+            "cuDNN's workspace (modelled)",
+            _span(0, 2 * 640 * 384 * 4 + 65536),
+        ),
     ]
     assert [step.index for step in steps if isinstance(step, Out)] == [0, 1, 3]
 

@@ -5,6 +5,7 @@ from pytest_vram.sim.allocator.caching import CachingAllocator
 from pytest_vram.sim.allocator.config import Config, InvalidConfig
 from pytest_vram.sim.allocator.device import AddressSource, FirstFit
 from pytest_vram.sim.allocator.errors import DeviceOutOfMemory, format_size
+from pytest_vram.sim.allocator.reserve import Listener
 
 __all__ = [
     "AddressSource",
@@ -14,5 +15,6 @@ __all__ = [
     "DeviceOutOfMemory",
     "FirstFit",
     "InvalidConfig",
+    "Listener",
     "format_size",
 ]

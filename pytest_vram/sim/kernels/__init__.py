@@ -23,12 +23,26 @@ from pytest_vram.sim.profiles import Profile
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of ``part`` that code which cannot be read decides: at least ``low``, at most ``high``
+    (``None``: no upper end is known). What a step simulates lies between them; ``why`` is the
+    reason, for a report."""
+
+    part: str
+    why: str
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Take:
-    """Scratch of ``size`` bytes begins to live. ``why`` names it for the reader of a report."""
+    """Scratch of ``size`` bytes begins to live. ``why`` names it for the reader of a report.
+    ``span`` is set where the size is closed code's choice; such scratch may have a size of 0."""
 
     key: str
     size: int
     why: str
+    span: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +56,11 @@ class Give:
 class Out:
     """The storage of ``outputs[index]`` is allocated now, unless it already lives (in-place and
     ``out=`` variants, aliases) or is empty. ``size`` is set where the storage is larger than the
-    tensor needs: a result that was made large and then shrunk."""
+    tensor needs: a result that was made large and then shrunk. ``span`` as in :class:`Take`."""
 
     index: int
     size: int | None = None
+    span: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +136,13 @@ def program(
         return None
     steps = found(args, kwargs, outputs, card)
     return None if steps is None else tuple(steps)
+
+
+def moment(span: Span, key: str = "closed") -> Iterator[Step]:
+    """Scratch of one library call of which only a span is known; nothing is simulated."""
+    if span.high != 0:
+        yield Take(key, 0, span.part, span)
+        yield Give(key)
 
 
 def outs(outputs: Outputs) -> Iterator[Out]:

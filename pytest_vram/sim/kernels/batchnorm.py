@@ -14,7 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Step, Take, rule, size_of
+from pytest_vram.sim.kernels import (
+    Card,
+    Give,
+    Out,
+    Outputs,
+    Span,
+    Step,
+    Take,
+    moment,
+    rule,
+    size_of,
+)
 from pytest_vram.sim.kernels.convolution import channels_last
 from pytest_vram.sim.kernels.iterator import Layout, contiguous, dense_like, layout
 from pytest_vram.sim.kernels.reduce import Kind, reduction
@@ -222,6 +233,7 @@ def cudnn_batch_norm(
     yield Out(0)
     if args[5]:
         yield from (Out(1), Out(2))
+    yield from _closed_workspace(args[0])
 
 
 # -------------------------------------------------------------------------------------- backward
@@ -304,6 +316,7 @@ def cudnn_batch_norm_backward(
     if not same:
         yield Take("grad", size_of(grad), "output's gradient in the layout of the input")
     yield from (Out(0), Out(1), Out(2))
+    yield from _closed_workspace(source)
     if not same:
         yield Give("grad")
 
@@ -321,3 +334,8 @@ def reserve_bounds(source: Tensor) -> tuple[int, int]:
         return (0, 0)
     rows = prod(plain.shape) // max(plain.shape[1], 1)
     return (0, 2 * 4 * plain.shape[1] * min(2048, rows))
+
+
+def _closed_workspace(source: Tensor) -> Iterator[Step]:
+    why = "cuDNN says what it works in only at run time"
+    yield from moment(Span("cuDNN batch norm workspace", why, *reserve_bounds(source)))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Step, Take, rule
+from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Span, Step, Take, moment, rule
 from pytest_vram.sim.kernels.gemm import handle_workspace
 from pytest_vram.sim.kernels.iterator import Layout, contiguous, is_contiguous, layout
 from pytest_vram.sim.kernels.reduce import reduced_shape, reduction
@@ -335,7 +335,7 @@ def _native_groups_forward(conv: Convolution, kind: Implementation, card: Card) 
         yield Give(f"{group}.output")
 
 
-def _cudnn_forward(conv: Convolution, copies: _Copies) -> Iterator[Step]:
+def _cudnn_forward(conv: Convolution, copies: _Copies, card: Card) -> Iterator[Step]:
     last = cudnn_channels_last(conv.input, conv.weight, conv.dtype)
     source, steps = copies.of(conv.input, last, "input", "input in the layout cuDNN works in")
     yield from steps
@@ -343,6 +343,7 @@ def _cudnn_forward(conv: Convolution, copies: _Copies) -> Iterator[Step]:
     last = cudnn_channels_last(source, conv.weight, conv.dtype)
     _, steps = copies.of(conv.weight, last, "weight", "weight in the layout cuDNN works in")
     yield from steps
+    yield from _workspace(conv, card, "forward")
 
 
 @rule(aten.convolution.default)
@@ -360,7 +361,7 @@ def convolution(
     if kind == "empty":
         yield Out(0)
     elif kind in ("cudnn", "cudnn_transpose"):
-        yield from _cudnn_forward(conv, copies)
+        yield from _cudnn_forward(conv, copies, card)
     else:
         plain, steps = copies.of(conv.input, False, "input", "contiguous input")
         yield from steps
@@ -578,6 +579,7 @@ def _cudnn_backward(
         yield Out(0)
         for name, plain in (("weight", weight), ("gradient of the output", grad)):
             yield from inner.of(plain, last, f"dgrad {name}", f"{name} {why}")[1]
+        yield from _workspace(conv, card, "dgrad")
         yield from inner.end()
     if wanted[1]:
         inner = _Copies([])
@@ -585,6 +587,7 @@ def _cudnn_backward(
         for name, plain in (("gradient of the output", grad), ("input", source)):
             yield from inner.of(plain, last, f"wgrad {name}", f"{name} {why}")[1]
         yield Out(1)
+        yield from _workspace(conv, card, "wgrad", weight_gradient=True)
         yield from inner.end()
     yield from copies.end()
     yield from _bias_after(conv, original, wanted, card)
@@ -680,13 +683,15 @@ def laid_out(func: Any, args: Sequence[Any], results: Sequence[Any], card: Card)
 # ------------------------------------------------------------------------------- cuDNN workspace
 
 
-def workspace_bounds(func: Any, args: Sequence[Any], card: Card) -> tuple[int, int]:
-    """Bytes that cuDNN's engine may ask for on top of the program of ``func``: ``(low, high)``.
+def workspace_bounds(
+    conv: Convolution, card: Card, *, weight_gradient: bool = False
+) -> tuple[int, int]:
+    """Bytes that cuDNN's engine may ask for in one kernel of ``conv``: ``(low, high)``.
 
     cuDNN chooses its engine by closed heuristics, so this is a range, not a figure. PyTorch runs
-    the first engine of heuristic mode A and allocates what its plan asks for, once per kernel
-    (forward; input gradient, then weight gradient, one after the other: the larger counts).
-    ``low`` is 0: implicit-GEMM engines on channels-last data read and write in place. ``high`` adds
+    the first engine of heuristic mode A and allocates what its plan asks for, once per kernel:
+    forward, input gradient, weight gradient. ``low`` is 0: implicit-GEMM engines on channels-last
+    data read and write in place. ``high`` adds
 
     * copies into the layout of the tensor-core engines: input, weight and result of the kernel,
       channels rounded up to 16 bytes, unless the data is channels last already (TF32 counts as
@@ -701,24 +706,24 @@ def workspace_bounds(func: Any, args: Sequence[Any], card: Card) -> tuple[int, i
     ``torch.backends.cudnn.benchmark`` an engine may use any workspace up to the largest block that
     the allocator could still give: the high bound is then what is free on the card.
     """
-    backward = func is aten.convolution_backward.default
-    source, weight = args[1:3] if backward else args[:2]
-    options = args[4:10] if backward else args[3:9]
-    conv = described(layout(source), weight, False, options)
-    if select(conv, card) not in ("cudnn", "cudnn_transpose"):
-        return (0, 0)
     if torch.backends.cudnn.benchmark:
         return (0, card.profile.memory - card.profile.context)
-    tiles = _conversion(conv, card)
-    if not backward:
-        return (0, tiles)
-    wanted = args[10]
-    highs = [tiles if wanted[0] else 0]
-    if wanted[1]:
+    high = _conversion(conv, card)
+    if weight_gradient:
         partial = prod(conv.weight.shape) * 4
         parts = max(1, card.profile.multiprocessors * 128 * 128 * 4 // max(partial, 1))
-        highs.append(tiles + min(partial * parts, 32 << 20))
-    return (0, max(highs))
+        high += min(partial * parts, 32 << 20)
+    return (0, high)
+
+
+def _workspace(
+    conv: Convolution, card: Card, kernel: str, *, weight_gradient: bool = False
+) -> Iterator[Step]:
+    """The plan's workspace, taken after the operands are ready (``run_conv_plan`` and its like,
+    cudnn/Conv_v8.cpp)."""
+    low, high = workspace_bounds(conv, card, weight_gradient=weight_gradient)
+    why = "cuDNN chooses its engine by closed heuristics"
+    return moment(Span("cuDNN convolution workspace", why, low, high), f"{kernel} workspace")
 
 
 def _conversion(conv: Convolution, card: Card) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Step, Take, rule, size_of
+from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Span, Step, Take, rule, size_of
 from pytest_vram.sim.kernels.iterator import contiguous
 from pytest_vram.sim.kernels.reduce import reduction
 from pytest_vram.sim.kernels.reductions import summing
@@ -391,6 +391,11 @@ class Range:
     likely: int
     high: int
 
+    @property
+    def span(self) -> Span:
+        why = "cuDNN's RNN kernels are closed: a documented model is simulated"
+        return Span("cuDNN RNN reserve and workspace", why, self.low, self.high)
+
 
 def reserve_range(
     mode: int, tokens: int, batch: int, hidden: int, layers: int, directions: int, dropout: float,
@@ -469,10 +474,13 @@ class CudnnCall:
             return None
         key = "cudnn dropout state"
         if key not in card.memo:
-            size = dropout_state_range(card).likely
-            card.memo[key] = torch.empty(size, dtype=torch.uint8, device=self.source.device)
-        state: Tensor = card.memo[key]
-        return state
+            state = dropout_state_range(card)
+            card.memo[key] = torch.empty(state.likely, dtype=torch.uint8, device=self.source.device)
+            mode = getattr(self.source, "fake_mode", None)
+            if mode is not None:
+                mode.ledger.uncertain(card.memo[key], state.span)
+        made: Tensor = card.memo[key]
+        return made
 
 
 def weight_buffer(params: Sequence[Tensor]) -> Tensor | None:
@@ -592,9 +600,13 @@ def cudnn_forward(
         yield Out(4)
     tokens, batch, _ = _extent(source, batch_first, sizes)
     scratch = workspace_range(mode, tokens, batch, hidden, 1 + bidirectional, source.element_size())
-    yield Take("workspace", scratch.likely, "cuDNN's workspace (modelled)")
+    yield Take("workspace", scratch.likely, "cuDNN's workspace (modelled)", scratch.span)
     if train:
-        yield Out(3)
+        directions = 1 + bidirectional
+        kept = reserve_range(
+            mode, tokens, batch, hidden, args[9], directions, args[11], source.element_size()
+        )
+        yield Out(3, span=kept.span)
     yield Give("workspace")
     if copied:
         yield Give("input")
@@ -627,7 +639,7 @@ def cudnn_backward(
         yield Out(2)
     tokens, batch, _ = _extent(source, batch_first, sizes)
     scratch = workspace_range(mode, tokens, batch, hidden, 1 + bidirectional, source.element_size())
-    yield Take("workspace", scratch.likely, "cuDNN's workspace (modelled)")
+    yield Take("workspace", scratch.likely, "cuDNN's workspace (modelled)", scratch.span)
     if wanted[3]:
         yield Out(3)
     yield Give("workspace")
