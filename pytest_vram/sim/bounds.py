@@ -55,6 +55,7 @@ class Adjustment:
     at: int
     name: str
     arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
 
 
 class Uncertainty:
@@ -72,8 +73,8 @@ class Uncertainty:
         if unknown.index < 0:
             self._log.append(unknown)
 
-    def adjusted(self, at: int, name: str, *arguments: Any) -> None:
-        self._log.append(Adjustment(at, name, arguments))
+    def adjusted(self, at: int, name: str, *arguments: Any, **options: Any) -> None:
+        self._log.append(Adjustment(at, name, arguments, options))
 
     def compiled(self, open_ended: bool) -> None:
         """The program compiles, which the simulation does not. ``open_ended``: in a way that takes
@@ -232,7 +233,7 @@ class _Run:
             if index in blocks:
                 allocator.record_stream(blocks[index], stream)
         else:
-            getattr(allocator, one.name)(*one.arguments)
+            getattr(allocator, one.name)(*one.arguments, **one.options)
 
 
 def _width(span: Span) -> float:

@@ -98,6 +98,7 @@ class Simulation:
         self._phases: list[Phase] = []
         self._blocks: list[Block | None] = []
         self._live: dict[int, _StorageRef] = {}
+        self._raw: dict[int, int] = {}
         self._workspaces: dict[tuple[str, str, int], int] = {}
         self._oom: OutOfMemory | None = None
         self._names: dict[OpOverload, str] = {}
@@ -249,11 +250,13 @@ class Simulation:
             segment.setdefault("frames", [])
             for block in segment["blocks"]:
                 block["frames"] = frames_at.get(block["address"], [])
+        host: dict[str, Any] = {"host_segments": [], "host_traces": []}
         return {
             "segments": segments,
             "device_traces": [entries],
-            "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": self.alloc_conf},
+            "allocator_settings": self.allocator.settings(),
             "external_annotations": [],
+            **(host if VERSION >= (2, 14) else {}),
         }
 
     def _frames_of(self, index: int) -> list[dict[str, Any]]:
@@ -363,10 +366,27 @@ class Simulation:
             self.notes.append(note)
         self.uncertainty.compiled(open_ended)
 
-    def adjust(self, name: str, *arguments: Any) -> None:
+    def adjust(self, name: str, *arguments: Any, **options: Any) -> None:
         """The program changes how the allocator goes on: ``empty_cache``, a memory fraction ..."""
-        self.uncertainty.adjusted(len(self._events), name, *arguments)
-        getattr(self.allocator, name)(*arguments)
+        getattr(self.allocator, name)(*arguments, **options)
+        self.uncertainty.adjusted(len(self._events), name, *arguments, **options)
+
+    def raw_alloc(self, size: int) -> int:
+        """``torch.cuda.caching_allocator_alloc``: a block without a tensor; its address."""
+        index = self._allocate(int(size), None, bill="other", name="caching_allocator_alloc")
+        address = self._allocations[index].address
+        self._raw[address] = index
+        return address
+
+    def raw_delete(self, address: int) -> None:
+        """``torch.cuda.caching_allocator_delete``."""
+        if address not in self._raw:
+            raise RuntimeError(f"invalid device pointer: {hex(address)}")
+        self._free(self._raw.pop(address))
+
+    def in_main_thread(self) -> bool:
+        """Whether the program's own thread allocates now, and not the autograd engine's."""
+        return self._thread() == "main"
 
     def _thread(self) -> str:
         """Library handles belong to threads: the engine's own thread runs backward, and a new
@@ -529,7 +549,8 @@ class Simulation:
     def _name(self, func: Any) -> str:
         name = self._names.get(func)
         if name is None:
-            name = self._names[func] = func._schema.name if hasattr(func, "_schema") else str(func)
+            name = "" if func is None else str(func)
+            name = self._names[func] = func._schema.name if hasattr(func, "_schema") else name
         return name
 
     def _weight_cast(self, cast: Any, source: Any) -> None:

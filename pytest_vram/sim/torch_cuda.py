@@ -23,6 +23,7 @@ import torch.backends.cudnn.rnn
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
+from pytest_vram.sim import pools
 from pytest_vram.sim.patching import Patches, patches
 from pytest_vram.sim.tensors import CUDA, SimTensor
 
@@ -150,10 +151,20 @@ def _index(device: Any) -> int:
     """The index of a named device; only ``cuda:0`` exists."""
     if device is None:
         return 0
-    index = device if isinstance(device, int) else torch.device(device).index or 0
+    if not isinstance(device, int):
+        device = torch.device(device)
+        if device.type not in ("cuda", "meta"):  # meta: what C++ hears of the card
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+    index = device if isinstance(device, int) else device.index or 0
     if index not in (0, -1):
         raise AssertionError("Invalid device id")
     return 0
+
+
+def _pool_key(part: str) -> str | tuple[int, ...]:
+    """``0_1`` of a flat key is the pool (0, 1)."""
+    numbers = part.split("_")
+    return tuple(map(int, numbers)) if all(one.isdigit() for one in numbers) else part
 
 
 def _properties(profile: Any) -> Any:
@@ -241,11 +252,9 @@ def _device_queries(held: Patches, simulation: Any) -> None:
         torch._C,
         _cuda_getDevice=lambda: 0,
         _cuda_setDevice=nothing,
-        _cuda_isCurrentStreamCapturing=lambda: False,
         _cuda_clearCublasWorkspaces=simulation.clear_workspaces,
     )
-    held.replace(torch.cuda.graphs, is_current_stream_capturing=lambda: False)
-    held.replace(torch.cuda, is_current_stream_capturing=lambda: False)
+    pools.install(held, simulation)
     nvtx = torch.cuda.nvtx
     held.replace(
         nvtx,
@@ -286,11 +295,13 @@ def _memory(held: Patches, simulation: Any) -> None:
     def nested(device: Any = None) -> dict[str, Any]:
         _index(device)
         tree: dict[str, Any] = {}
+        if allocator.version >= (2, 13):
+            tree["reserved_bytes_by_private_pools"] = {}
         for key, value in allocator.memory_stats().items():
             node = tree
             *path, last = key.split(".")
             for part in path:
-                node = node.setdefault(part, {})
+                node = node.setdefault(_pool_key(part), {})
             node[last] = value
         return tree
 
@@ -307,6 +318,17 @@ def _memory(held: Patches, simulation: Any) -> None:
             return function()
 
         return call
+
+    fractions = [1.0]
+
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        _index(device)
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        fractions[0] = fraction
+        simulation.adjust("set_memory_fraction", fraction)
 
     functions: dict[str, Any] = {
         "memory_stats": stats,
@@ -325,10 +347,8 @@ def _memory(held: Patches, simulation: Any) -> None:
         "mem_get_info": reading(allocator.mem_get_info),
         "memory_snapshot": lambda *a, **k: allocator.segments(),
         "list_gpu_processes": lambda device=None: "no processes are running",
-        "set_per_process_memory_fraction": lambda fraction, device=None: simulation.adjust(
-            "set_memory_fraction", fraction
-        ),
-        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": reading(lambda: fractions[0]),
         "_record_memory_history": lambda *a, **k: None,
         "_snapshot": lambda device=None, **k: simulation.snapshot(),
         "_dump_snapshot": lambda filename="dump_snapshot.pickle", **k: simulation.dump(filename),

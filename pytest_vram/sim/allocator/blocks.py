@@ -45,7 +45,7 @@ class Block:
         "uses",
     )
 
-    requested: int  # set when it is handed out
+    requested: int  # a free block keeps what was last asked of it: snapshots show it
     events: int  # streams that have not passed its end yet; set when it has to wait for some
     born: int  # its pool's searches when it became free: the clock of garbage collection
 
@@ -61,6 +61,7 @@ class Block:
     ) -> None:
         self.address = address
         self.size = size
+        self.requested = 0
         self.lane = lane
         self.shift = shift  # its place among free blocks is its address plus this
         self.prev = prev

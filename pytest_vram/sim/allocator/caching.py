@@ -65,6 +65,7 @@ class CachingAllocator(Reserve):
         tally = lane.tally
         stats = self.stats
         block.state = ALLOCATED
+        stale = block.requested
         block.requested = size
         after = block.next
         split = after is not None or block.prev is not None
@@ -76,6 +77,7 @@ class CachingAllocator(Reserve):
             block.next = tail = _new_block(Block)
             tail.address = address
             tail.size = rest
+            tail.requested = stale  # PyTorch makes the front anew; the rest is the old block
             tail.lane = lane
             tail.shift = block.shift
             tail.prev = block
@@ -177,6 +179,7 @@ class CachingAllocator(Reserve):
             if self._by_block:
                 before.shift = block.address + block.shift - before.address
             block.state = GONE
+            before.requested = block.requested  # to PyTorch it is the freed block that grows
             whole += before.size
             merged += 1
             before.next = after

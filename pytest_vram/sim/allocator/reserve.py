@@ -16,7 +16,7 @@ from pytest_vram.sim.allocator.config import MIB, MIN_BLOCK, UNLIMITED, Config
 from pytest_vram.sim.allocator.device import AddressSource, Device, FirstFit
 from pytest_vram.sim.allocator.errors import DeviceOutOfMemory
 from pytest_vram.sim.allocator.expandable import Expandable
-from pytest_vram.sim.allocator.snapshot import describe, restore
+from pytest_vram.sim.allocator.snapshot import describe, restore, settings
 from pytest_vram.sim.allocator.statistics import Statistics
 
 SMALL_SIZE = 1 * MIB  # the largest block of the small pool
@@ -188,6 +188,10 @@ class Reserve:
         """``torch.cuda.memory._snapshot()['segments']``, without stacks."""
         return describe(self.heads.values(), self.index)
 
+    def settings(self) -> dict[str, Any]:
+        """What it goes by, in the words of PyTorch's snapshots."""
+        return settings(self.conf, self.version)
+
     def restore(self, segments: Iterable[Mapping[str, Any]]) -> dict[int, Block]:
         """Take up a recorded state, while still unused; the blocks in use, by address."""
         return restore(self, segments)
@@ -236,6 +240,11 @@ class Reserve:
     def release_pool(self, mempool: MempoolId) -> None:
         """One user less; without users ``empty_cache`` gives its free segments back."""
         self._private[mempool].users -= 1
+
+    def pool_users(self, mempool: MempoolId) -> int:
+        """How many hold a private pool."""
+        owner = self._private.get(mempool)
+        return 0 if owner is None else owner.users
 
     # -- from the device ----------------------------------------------------------------------
 

@@ -13,11 +13,35 @@ from pytest_vram.sim.allocator.blocks import (
     Block,
     Lane,
 )
+from pytest_vram.sim.allocator.config import UNLIMITED, Config
 
 if TYPE_CHECKING:
     from pytest_vram.sim.allocator.reserve import Reserve
 
 _STATES = {FREE: "inactive", ALLOCATED: "active_allocated", PENDING: "active_pending_free"}
+
+
+def settings(conf: Config, version: tuple[int, int]) -> dict[str, Any]:
+    """``allocator_settings`` of a snapshot (``THCPModule_memorySnapshot``, torch/csrc/cuda/
+    Module.cpp): what the allocator goes by, -1 for no limit. Keys as in 2.6, 2.11 and 2.14.1."""
+    limit = -1 if conf.max_split_size == UNLIMITED else conf.max_split_size
+    found: dict[str, Any] = {
+        "PYTORCH_CUDA_ALLOC_CONF": conf.text,
+        "max_split_size": limit,
+        "garbage_collection_threshold": conf.garbage_collection_threshold,
+        "expandable_segments": conf.expandable_segments,
+        "pinned_num_register_threads": 1,
+        "release_lock_on_cudamalloc": False,
+        "pinned_use_cuda_host_register": False,
+        "roundup_power2_divisions": {
+            str(1 << at): divisions for at, divisions in enumerate(conf.roundup_power2_divisions)
+        },
+    }
+    if version >= (2, 9):
+        found["graph_capture_record_stream_reuse"] = False
+    if version >= (2, 13):
+        found["max_cached_size"] = found["max_round_threshold"] = -1
+    return found
 
 
 def describe(heads: Iterable[Block], device: int) -> list[dict[str, Any]]:
@@ -50,7 +74,7 @@ def _describe_range(head: Block, device: int) -> tuple[dict[str, Any], Block | N
             {
                 "address": block.address,
                 "size": block.size,
-                "requested_size": 0 if block.state == FREE else block.requested,
+                "requested_size": block.requested,
                 "state": _STATES[block.state],
                 "frames": [],
             }
