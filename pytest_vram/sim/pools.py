@@ -1,8 +1,8 @@
 """Private pools of a simulated card: ``torch.cuda.MemPool``, CUDA graphs, raw allocations.
 
-A pool is the allocator's; here is what PyTorch's classes say to it (c10/cuda/CUDACachingAllocator.cpp
-``MemPool``, ATen/cuda/CUDAGraph.cpp, v2.14). A captured graph keeps its pool's blocks; replaying it
-allocates nothing.
+A pool is the allocator's; here is what PyTorch's classes say to it (``MemPool`` of
+c10/cuda/CUDACachingAllocator.cpp, ATen/cuda/CUDAGraph.cpp, v2.14). A captured graph keeps its
+pool's blocks; replaying it allocates nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def install(held: Patches, simulation: Any) -> None:
     @contextlib.contextmanager
     def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
         # only this thread's allocations: those of backward are the engine's
-        mine = simulation.in_main_thread
-        simulation.adjust("begin_allocate_to_pool", pool.id, lambda stream: mine())
+        thread = simulation.thread()
+        simulation.adjust(
+            "begin_allocate_to_pool", pool.id, lambda stream: simulation.thread() == thread
+        )
         try:
             yield
         finally:
@@ -59,14 +61,11 @@ def install(held: Patches, simulation: Any) -> None:
         "graph": _capturing_class(),
         "graph_pool_handle": lambda: (next(numbers), 0),
         "is_current_stream_capturing": lambda: bool(capturing),
-        "caching_allocator_alloc": lambda size, device=None, stream=None: simulation.raw_alloc(
-            size
-        ),
+        "caching_allocator_alloc": lambda size, *_, **__: simulation.raw_alloc(size),
         "caching_allocator_delete": simulation.raw_delete,
     }
-    held.replace(torch.cuda, **functions)
-    held.replace(torch.cuda.memory, **functions)
-    held.replace(torch.cuda.graphs, **functions)
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.graphs):
+        held.replace(module, **functions)
     held.replace(torch._C, _cuda_isCurrentStreamCapturing=lambda: bool(capturing))
 
 
@@ -137,11 +136,12 @@ def _capturing_class() -> type:
         default_capture_stream: Any = None
 
         def __init__(self, cuda_graph: Any, pool: Any = None, stream: Any = None, **_: Any) -> None:
-            if stream is None and type(self).default_capture_stream is None:
-                type(self).default_capture_stream = torch.cuda.Stream()
+            kind = type(self)
+            if stream is None and kind.default_capture_stream is None:
+                kind.default_capture_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self.pool = () if pool is None else (pool,)
-            self.capture_stream = stream or type(self).default_capture_stream
-            self.stream_ctx = torch.cuda.stream(self.capture_stream)
+            self.capture_stream = stream or kind.default_capture_stream
+            self.stream_ctx: Any = torch.cuda.stream(self.capture_stream)
             self.cuda_graph = cuda_graph
 
         def __enter__(self) -> None:
@@ -159,7 +159,7 @@ def _capturing_class() -> type:
 
 
 def _collects() -> bool:
-    """Until 2.8 every capture began with a garbage collection; then only when it is asked for
+    """2.6 collects garbage before every capture, 2.11 only when that is asked for
     (torch/cuda/graphs.py)."""
     config = getattr(torch.compiler, "config", None)
     return bool(getattr(config, "force_cudagraph_gc", True))

@@ -355,7 +355,7 @@ class Simulation:
                 index,
                 span,
                 self._name(func) if func is not None else "",
-                self._modules[-1] if self._modules else "",
+                self._module(),
                 user_frame(),
                 self._current_stream(),
             )
@@ -384,9 +384,9 @@ class Simulation:
             raise RuntimeError(f"invalid device pointer: {hex(address)}")
         self._free(self._raw.pop(address))
 
-    def in_main_thread(self) -> bool:
-        """Whether the program's own thread allocates now, and not the autograd engine's."""
-        return self._thread() == "main"
+    def thread(self) -> str:
+        """Whose library handles are used now: the program's, its threads' or the engine's."""
+        return self._thread()
 
     def _thread(self) -> str:
         """Library handles belong to threads: the engine's own thread runs backward, and a new

@@ -298,7 +298,7 @@ def _memory(held: Patches, simulation: Any) -> None:
         if allocator.version >= (2, 13):
             tree["reserved_bytes_by_private_pools"] = {}
         for key, value in allocator.memory_stats().items():
-            node = tree
+            node: dict[Any, Any] = tree
             *path, last = key.split(".")
             for part in path:
                 node = node.setdefault(_pool_key(part), {})

@@ -487,7 +487,7 @@ def test_a_snapshot_of_segments_and_back() -> None:
                 {
                     "address": BASE,
                     "size": 1024,
-                    "requested_size": 0,
+                    "requested_size": 1000,  # what was last asked of it
                     "state": "inactive",
                     "frames": [],
                 },
