@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench conformance stub clean
+.PHONY: demo test lint bench conformance older stub clean
 
 # torch first and alone: a CPU build where the package index or a local wheel offers one.
 $(READY): pyproject.toml requirements/torch.txt requirements/constraints.txt
@@ -37,6 +37,16 @@ conformance: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 	test ! -f $(STUB)/interpreter || \
 		PYTHONPATH=. $$(cat $(STUB)/interpreter) -m pytest -q -n 2 --dist load $(EXACT)
+
+# The rules of older versions, where interpreters with them are at hand (their wheels are a download
+# of 3 GB each): VRAM_TORCH26_PYTHON and VRAM_TORCH211_PYTHON name them, as for the recordings among
+# the slow tests. They need pytest, hypothesis and this package's requirements beside torch.
+OLDER ?= $(VRAM_TORCH26_PYTHON) $(VRAM_TORCH211_PYTHON)
+
+older: $(READY)
+	@test -n "$(strip $(OLDER))" || echo "make older: skipped, no interpreter with an older" \
+		"PyTorch: set VRAM_TORCH26_PYTHON, VRAM_TORCH211_PYTHON or OLDER"
+	for each in $(OLDER); do PYTHONPATH=. $$each -m pytest -q -o addopts= tests/sim || exit 1; done
 
 stub: $(READY)
 	bash tests/stub_driver/build.sh

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from pytest_vram.sim.kernels import versions
+
 #: ``binary_cross_entropy`` raises under CUDA autocast (autocast_mode.cpp,
 #: ``binary_cross_entropy_banned``).
 BANNED: tuple[str, ...] = ("binary_cross_entropy",)
@@ -260,10 +262,7 @@ class CastPolicy:
         return kernel
 
 
-#: Since 2.11 (pytorch/pytorch#165068, autocast_mode.cpp ``cached_cast``) the weight cache serves
-#: gradients whatever mode filled it: casts are made with gradients recorded, and inference mode,
-#: where that cannot be, makes its casts anew each time.
-CASTS_SERVE_GRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+CASTS_SERVE_GRADIENTS = versions.casts_serve_gradients(versions.INSTALLED)
 
 _exclude = torch._C._ExcludeDispatchKeyGuard
 

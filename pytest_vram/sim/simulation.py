@@ -26,9 +26,9 @@ from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import load_elsewhere
 from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import RULES, Card, Give, Out, Program, Span, Take, program
-from pytest_vram.sim.kernels.attention import Choice, default_cudnn
+from pytest_vram.sim.kernels.attention import Choice
 from pytest_vram.sim.kernels.fallback import declarations, fallback
-from pytest_vram.sim.kernels.versions import WORKSPACE_VARIABLES
+from pytest_vram.sim.kernels.versions import INSTALLED, WORKSPACE_VARIABLES, default_cudnn
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
@@ -36,7 +36,7 @@ from pytest_vram.sim.threads import FollowedThreads
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
 
 _RANK = {bill: rank for rank, bill in enumerate(BILLS)}
-VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+VERSION = INSTALLED
 
 _ACTIONS = {
     "alloc": ("alloc",),

@@ -10,8 +10,9 @@ from kernel_answers import argument, card, differences, runs
 
 from pytest_vram.sim import find_profile
 from pytest_vram.sim.kernels import Card
-from pytest_vram.sim.kernels.attention import Choice, Switches, choose, default_cudnn
+from pytest_vram.sim.kernels.attention import Choice, Switches, choose
 from pytest_vram.sim.kernels.attention_kernels import backward_block, head_rounded, split_count
+from pytest_vram.sim.kernels.versions import default_cudnn
 
 NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 

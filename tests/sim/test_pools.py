@@ -170,4 +170,6 @@ def test_settings_in_a_snapshot() -> None:
     assert found["expandable_segments"] is False
     divisions = found["roundup_power2_divisions"]
     assert len(divisions) == 16
-    assert (divisions["256"], divisions["512"]) == (4, 2)
+    # up to 2.8 what follows ``>`` overwrites the last boundary too
+    older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+    assert (divisions["256"], divisions["512"]) == (2 if older else 4, 2)

@@ -7,7 +7,6 @@ is in :mod:`pytest_vram.sim.kernels.attention_kernels`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pytest_vram.sim.kernels import Card, attention_kernels
+from pytest_vram.sim.kernels import Card, attention_kernels, versions
 
-__all__ = ["FIXES", "Choice", "Switches", "attention_kernels", "choose", "default_cudnn", "sdpa"]
+__all__ = ["FIXES", "Choice", "Switches", "attention_kernels", "choose", "sdpa"]
 
 aten = torch.ops.aten
 Backend = Literal["flash", "efficient", "cudnn", "math"]
@@ -67,13 +66,6 @@ def on_host(
     return False
 
 
-def default_cudnn(version: tuple[int, int]) -> int:
-    """cuDNN that the default wheel of a torch release depends on, as its metadata says: 2.6 on
-    CUDA 12.4, 2.7 12.6, 2.8 to 2.10 12.8, from 2.11 on 13.0."""
-    known = {6: 90100, 7: 90501, 8: 91002, 9: 91002, 10: 91002, 11: 91900, 12: 92000, 13: 92000}
-    return known.get(version[1], 92400) if version[0] == 2 else 92400
-
-
 @dataclass(frozen=True, slots=True)
 class Switches:
     """What the user turned off or reordered (``torch.backends.cuda``, ``torch.nn.attention``)."""
@@ -108,20 +100,7 @@ class Switches:
 
 
 def _prefers_cudnn(card: Card) -> bool:
-    """``check_prefer_cudnn_attention``: never in 2.6; opt-in by TORCH_CUDNN_SDPA_PREFERRED in 2.7
-    and 2.8; in 2.9 by default if compiled with cuDNN 9.9; since 2.10 if cuDNN is newer than
-    9.15.0 at run time, which the default wheels reach with 2.11."""
-    major, minor = card.profile.capability
-    if major not in (9, 10) or card.torch < (2, 7):
-        return False
-    if card.torch < (2, 9):
-        return os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") == "1" and minor == 0
-    if card.torch < (2, 10):
-        wanted = os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") != "0"
-        return wanted and card.cudnn_version >= 90900 and minor == 0
-    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
-        return False
-    return card.cudnn_version > 91500 and minor in (0, 3)
+    return versions.prefers_cudnn_attention(card.profile.capability, card.cudnn_version, card.torch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +193,11 @@ def _batch_and_heads(call: _Call, grouped: bool, equal_kv: bool = True) -> str |
         return None
     if heads == heads_k == heads_v:
         return None
-    if call.card.torch >= (2, 14) and heads > 0 and heads_k == heads_v == 1:
+    if (
+        versions.groups_queries_everywhere(call.card.torch)
+        and heads > 0
+        and heads_k == heads_v == 1
+    ):
         return None  # one head for all: broadcast
     return f"different numbers of heads ({heads}, {heads_k}, {heads_v}) without grouped queries"
 
@@ -234,8 +217,7 @@ def _half_dtype(call: _Call) -> str | None:
 
 
 def _capability(call: _Call, low: int) -> str | None:
-    """Upper bounds: 9.0 in 2.6; 12.1 once Blackwell was supported, from 2.7 on."""
-    high = 90 if call.card.torch < (2, 7) else 121
+    high = versions.newest_attention_card(call.card.torch)
     if low <= call.sm <= high:
         return None
     return f"compute capability {call.sm / 10}; it needs {low / 10} to {high / 10}"
@@ -265,7 +247,7 @@ def _ampere(call: _Call) -> str | None:
 
 def _flash_training(call: _Call) -> str | None:
     """No backward for large heads on cards with little shared memory."""
-    small = 86 <= call.sm <= 89 or (120 <= call.sm <= 121 and call.card.torch >= (2, 7))
+    small = 86 <= call.sm <= 89 or 120 <= call.sm <= versions.newest_attention_card(call.card.torch)
     unsupported = 192 < call.head <= 224 or (call.head > 224 and call.dropout > 0)
     if call.needs_grad and small and unsupported:
         return f"no backward for head dimension {call.head} on this card"
@@ -315,8 +297,7 @@ def _efficient_head(call: _Call) -> str | None:
 
 
 def _efficient_offset(call: _Call) -> str | None:
-    """Since 2.14: the kernels for sm80 read whole vectors from the start of the data."""
-    if call.card.torch < (2, 14) or call.sm < 80:
+    if not versions.checks_attention_offsets(call.card.torch) or call.sm < 80:
         return None
     need = _alignment(call) * call.query.element_size()
     offsets = (t.storage_offset() * t.element_size() for t in call.qkv if t.numel())
@@ -326,8 +307,7 @@ def _efficient_offset(call: _Call) -> str | None:
 
 
 def _efficient_heads(call: _Call) -> str | None:
-    """Grouped queries since 2.14."""
-    return _batch_and_heads(call, grouped=call.card.torch >= (2, 14))
+    return _batch_and_heads(call, grouped=versions.groups_queries_everywhere(call.card.torch))
 
 
 def _efficient_dtype(call: _Call) -> str | None:
@@ -370,24 +350,23 @@ def _cudnn_mask(call: _Call) -> str | None:
 
 
 def _cudnn_dropout(call: _Call) -> str | None:
-    version = call.card.cudnn_version
-    if call.dropout > 0 and 91100 < version < 91400 and call.card.torch >= (2, 9):
+    cudnn, torch_version = call.card.cudnn_version, call.card.torch
+    if call.dropout > 0 and versions.cudnn_attention_lacks_dropout(cudnn, torch_version):
         return "cuDNN 9.11 to 9.13 has no dropout in attention"
-    if call.card.torch >= (2, 14) and call.dropout * 16 != int(call.dropout * 16):
+    if versions.rounds_cudnn_dropout(torch_version) and call.dropout * 16 % 1:
         return "a dropout probability that is no multiple of 1/16"
     return None
 
 
 def _cudnn_heads(call: _Call) -> str | None:
-    """2.6 does not check them."""
-    if call.card.torch < (2, 7):
+    if not versions.checks_cudnn_attention(call.card.torch):
         return None
     return _batch_and_heads(call, grouped=True, equal_kv=False)
 
 
 def _wide_heads(call: _Call) -> bool:
-    """Head dimension up to 256: cuDNN after 9.22 with the frontend of 2.14, Hopper or Blackwell."""
-    return call.card.torch >= (2, 14) and call.card.cudnn_version > 92200 and _datacentre(call)
+    """Head dimension up to 256, on Hopper and Blackwell."""
+    return versions.wide_cudnn_heads(call.card.cudnn_version, call.card.torch) and _datacentre(call)
 
 
 def _datacentre(call: _Call) -> bool:
@@ -399,8 +378,12 @@ def _cudnn_head(call: _Call) -> str | None:
     limit = 128
     if _wide_heads(call):
         limit = 256
-    elif _datacentre(call) and call.card.cudnn_version >= 91100 and (head, head_v) == (192, 128):
-        limit = 192 if call.card.torch >= (2, 9) else 128
+    elif (
+        _datacentre(call)
+        and (head, head_v) == (192, 128)
+        and versions.uneven_cudnn_heads(call.card.cudnn_version, call.card.torch)
+    ):
+        limit = 192
     if max(head, head_v) > limit:
         return f"head dimensions ({head}, {head_v}); at most {limit}"
     if head % 8 or head_v % 8:
@@ -410,9 +393,9 @@ def _cudnn_head(call: _Call) -> str | None:
 
 def _cudnn_lengths(call: _Call) -> str | None:
     queries, keys = call.query.shape[2], call.key.shape[2]
-    if call.card.torch < (2, 7):
+    if not versions.checks_cudnn_attention(call.card.torch):
         return "a sequence of length 1" if 1 in (queries, keys) else None
-    if max(call.query.shape[:2]) > 65535 and call.card.torch >= (2, 14):
+    if max(call.query.shape[:2]) > 65535 and versions.limits_cudnn_batches(call.card.torch):
         return "more than 65535 batches or heads"
     if keys == 1:
         return "key and value of length 1"
@@ -453,9 +436,9 @@ _CHECKS: dict[Backend, tuple[Check, ...]] = {
 
 
 def _unbatched(call: _Call) -> bool:
-    """Since 2.14 three-dimensional inputs get a batch dimension before anything is chosen."""
     dims = {tensor.dim() for tensor in call.qkv}
-    return call.card.torch >= (2, 14) and dims == {3} and _not_nested(call) is None
+    batched = versions.batches_attention(call.card.torch)
+    return batched and dims == {3} and _not_nested(call) is None
 
 
 def choose(
@@ -507,7 +490,7 @@ def sdpa(
     to register on AutogradCUDA. ``chosen`` hears which kernel runs and why.
     """
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if query.dim() == key.dim() == value.dim() == 3 and card.torch >= (2, 14):
+    if query.dim() == key.dim() == value.dim() == 3 and versions.batches_attention(card.torch):
         out = sdpa(
             query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0),
             _four_dimensional(attn_mask), dropout_p, is_causal,
@@ -579,16 +562,12 @@ def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-#: 2.6 forgets the mask when it asks whether anything needs a gradient, and fails in backward.
-_MASK_COUNTS = not torch.__version__.startswith("2.6.")
-
-
 def _run_efficient(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
     scale: float | None, gqa: bool, needs_grad: bool,
 ) -> Tensor:  # fmt: skip
     bias = None if mask is None else _aligned_mask(mask, query, key)
-    if _MASK_COUNTS and bias is not None:
+    if versions.masks_count_for_gradients(versions.INSTALLED) and bias is not None:
         needs_grad |= torch.is_grad_enabled() and bias.requires_grad
     out: Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs_grad, dropout, causal, scale=scale

@@ -15,7 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Span, Step, Take, moment, rule
+from pytest_vram.sim.kernels import (
+    Card,
+    Give,
+    Out,
+    Outputs,
+    Span,
+    Step,
+    Take,
+    moment,
+    rule,
+    versions,
+)
 from pytest_vram.sim.kernels.gemm import handle_workspace
 from pytest_vram.sim.kernels.iterator import Layout, contiguous, is_contiguous, layout
 from pytest_vram.sim.kernels.reduce import reduced_shape, reduction
@@ -177,8 +188,9 @@ def _cudnn_depthwise(conv: Convolution, card: Card) -> bool:
     channels on, and only where it was found faster
     (``check_cudnn_depthwise_workload_with_filter``)."""
     formatted = cudnn_channels_last(conv.input, conv.weight, conv.dtype)
-    if formatted and card.torch >= (2, 14) and conv.dtype == torch.bfloat16:
-        return torch.backends.cudnn.enabled  # on cards before sm80 as well, unlike 2.6
+    brain = conv.dtype == torch.bfloat16
+    if formatted and brain and versions.depthwise_bfloat16_by_cudnn(card.torch):
+        return torch.backends.cudnn.enabled
     if not uses_cudnn(conv, card):
         return False
     if formatted:

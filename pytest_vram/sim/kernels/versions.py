@@ -15,6 +15,9 @@ from torch._ops import OpOverload
 
 Version = tuple[int, int]
 
+#: The PyTorch of this process.
+INSTALLED: Version = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+
 
 def overload(name: str) -> OpOverload | None:
     """The overload called ``aten::name`` or ``aten::name.overload``, if this torch has it."""
@@ -161,3 +164,112 @@ def counts_digits_in_topk(version: Version) -> bool:
 def doubles_topk_state(version: Version) -> bool:
     """Since 2.7 ``topk`` by several blocks keeps its state of two passes (pull request 145536)."""
     return version >= (2, 7)
+
+
+# ---- attention: ATen/native/transformers/cuda/sdp_utils.cpp unless another file is named
+
+
+def prefers_cudnn_attention(
+    capability: tuple[int, int], cudnn_version: int, version: Version
+) -> bool:
+    """``check_prefer_cudnn_attention``: never in 2.6; opt-in by TORCH_CUDNN_SDPA_PREFERRED in 2.7
+    and 2.8; in 2.9 by default if compiled with cuDNN 9.9; since 2.10 if cuDNN is newer than
+    9.15.0 at run time, which the default wheels reach with 2.11."""
+    major, minor = capability
+    if major not in (9, 10) or version < (2, 7):
+        return False
+    if version < (2, 9):
+        return os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") == "1" and minor == 0
+    if version < (2, 10):
+        wanted = os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") != "0"
+        return wanted and cudnn_version >= 90900 and minor == 0
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
+    return cudnn_version > 91500 and minor in (0, 3)
+
+
+def newest_attention_card(version: Version) -> int:
+    """The largest ``sm`` that flash and efficient attention take: 9.0 in 2.6; 12.1 once Blackwell
+    was supported, from 2.7 on."""
+    return 90 if version < (2, 7) else 121
+
+
+def groups_queries_everywhere(version: Version) -> bool:
+    """Since 2.14 efficient attention takes grouped queries, and all kernels one head for all."""
+    return version >= (2, 14)
+
+
+def checks_attention_offsets(version: Version) -> bool:
+    """Since 2.14: efficient attention's kernels for sm80 read whole vectors from the start of the
+    data."""
+    return version >= (2, 14)
+
+
+def batches_attention(version: Version) -> bool:
+    """Since 2.14 three-dimensional inputs get a batch dimension before anything is chosen."""
+    return version >= (2, 14)
+
+
+def checks_cudnn_attention(version: Version) -> bool:
+    """2.6 checks neither the heads for cuDNN nor lengths but 1."""
+    return version >= (2, 7)
+
+
+def cudnn_attention_lacks_dropout(cudnn_version: int, version: Version) -> bool:
+    """cuDNN 9.11 to 9.13, which PyTorch knows of since 2.9."""
+    return 91100 < cudnn_version < 91400 and version >= (2, 9)
+
+
+def masks_count_for_gradients(version: Version) -> bool:
+    """2.6 forgets efficient attention's mask when it asks whether anything needs a gradient, and
+    fails in backward."""
+    return version >= (2, 7)
+
+
+def rounds_cudnn_dropout(version: Version) -> bool:
+    """Since 2.14 cuDNN's attention takes dropout probabilities in sixteenths only."""
+    return version >= (2, 14)
+
+
+def wide_cudnn_heads(cudnn_version: int, version: Version) -> bool:
+    """Head dimensions up to 256: cuDNN after 9.22 with the frontend of 2.14."""
+    return version >= (2, 14) and cudnn_version > 92200
+
+
+def uneven_cudnn_heads(cudnn_version: int, version: Version) -> bool:
+    """Head dimensions 192 and 128, as in latent attention: cuDNN 9.11 since 2.9."""
+    return version >= (2, 9) and cudnn_version >= 91100
+
+
+def limits_cudnn_batches(version: Version) -> bool:
+    """Since 2.14: at most 65,535 batches or heads for cuDNN's attention."""
+    return version >= (2, 14)
+
+
+# ---- convolutions
+
+
+def depthwise_bfloat16_by_cudnn(version: Version) -> bool:
+    """Since 2.14 channels-last bfloat16 goes to cuDNN's depthwise kernels on cards before sm80 as
+    well (``use_cudnn_depthwise``, ATen/native/Convolution.cpp)."""
+    return version >= (2, 14)
+
+
+# ---- autograd
+
+
+def casts_serve_gradients(version: Version) -> bool:
+    """Since 2.11 (pytorch/pytorch#165068, autocast_mode.cpp ``cached_cast``) autocast's weight
+    cache serves gradients whatever mode filled it: casts are made with gradients recorded, and
+    inference mode, where that cannot be, makes its casts anew each time."""
+    return version >= (2, 11)
+
+
+# ---- what the wheels bring
+
+
+def default_cudnn(version: Version) -> int:
+    """cuDNN that the default wheel of a torch release depends on, as its metadata says: 2.6 on
+    CUDA 12.4, 2.7 12.6, 2.8 to 2.10 12.8, from 2.11 on 13.0."""
+    known = {6: 90100, 7: 90501, 8: 91002, 9: 91002, 10: 91002, 11: 91900, 12: 92000, 13: 92000}
+    return known.get(version[1], 92400) if version[0] == 2 else 92400
