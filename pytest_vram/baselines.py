@@ -7,8 +7,6 @@ disk at that moment: two runs that update at once both keep their entries.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +22,7 @@ from pytest_vram.baseline_text import (
     load,
     new_header,
 )
+from pytest_vram.files import remove_left_behind, write_whole
 from pytest_vram.nodeids import split_id
 from pytest_vram.quantities import Tolerance
 
@@ -127,7 +126,7 @@ class Store:
         try:
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True, exist_ok=True)
-                _replace(self.directory / ".gitignore", "# pytest-vram\n.lock\n*.tmp\n")
+                _write(self.directory / ".gitignore", "# pytest-vram\n.lock\n*.tmp\n")
             lock = FileLock(self.directory / ".lock")
             lock.acquire()
         except OSError as error:
@@ -155,46 +154,17 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             header = header_of(text) if text is not None else new_header(module)
             new = dump(tests, header.replace("\r\n", "\n"))
-            _replace(path, new.replace("\n", "\r\n") if text and "\r\n" in text else new)
+            _write(path, new.replace("\n", "\r\n") if text and "\r\n" in text else new)
         except OSError as error:
             raise BaselineError(
                 f"{self.shown(path)}: not written, it is as it was before: {error}"
             ) from None
 
 
-def _replace(path: Path, text: str) -> None:
-    """``path`` holds its old text or the new one at every moment, also after a crash."""
-    for left_behind in path.parent.glob(f".{path.name}.*.tmp"):
-        left_behind.unlink(missing_ok=True)  # of a writer that was killed: we hold the lock
-    handle, temporary = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_directory(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the rename itself durable, where the system lets us open directories."""
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _write(path: Path, text: str) -> None:
+    """Under the lock: what a killed writer left is nobody's any more."""
+    remove_left_behind(path)
+    write_whole(path, text.encode("utf-8"))
 
 
 def _remove_empty(directory: Path, top: Path) -> None:

@@ -24,6 +24,7 @@ from pytest_vram.settings import Settings, find_gpu
 
 if TYPE_CHECKING:
     from pytest_vram.fixture import Vram
+    from pytest_vram.plugin import Controller
     from pytest_vram.reports.model import Report
     from pytest_vram.run import ItemRun
 
@@ -88,6 +89,8 @@ class MarkedRun:
         self.collected.modules = modules_of(all_ids | ids)
         self.collected.marked = [plain_id(item) for item in marked]
         self.collected.filters = _filters(self.config, len(all_ids - ids))
+        renamed = {item.nodeid: plain_id(item) for item in marked}
+        self.collected.plain = {name: plain for name, plain in renamed.items() if name != plain}
         self.session.collected.add(self.collected)
 
     # ---- running
@@ -216,10 +219,17 @@ class MarkedRun:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if not self.worker and not self.config.option.collectonly:
+            self._hear_the_dead()
             summary = self.session.finish(_stopped(session, exitstatus))
             self._publish(exitstatus, _stopped(session, exitstatus))
             if summary.failed and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _hear_the_dead(self) -> None:
+        """What workers collected that ended, or were stopped, before they said so."""
+        controller: Controller | None = self.config.pluginmanager.get_plugin("vram-controller")
+        for raw in controller.noted() if controller is not None else ():
+            self.session.collected.add(Collected.from_dict(raw))
 
     def _publish(self, exit_status: int, stopped: str) -> None:
         """Reports, once everything is known; a plugin's hook that raises does not cost them."""

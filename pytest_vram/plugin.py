@@ -14,6 +14,7 @@ from pytest_vram.options import HELP, MARKER, add_options, any_given
 if TYPE_CHECKING:
     from pytest_vram.fixture import Vram
     from pytest_vram.marked import MarkedRun
+    from pytest_vram.notes import Notes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -129,6 +130,10 @@ class Plugin:
         if problems:
             raise pytest.UsageError("\n".join(problems))
         self.run().finish_collection(before, session.items, marked)
+        if self.worker:
+            from pytest_vram.notes import write_note
+
+            write_note(self.config.workerinput, self.run().collected.to_dict())  # type: ignore[attr-defined]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
@@ -154,6 +159,25 @@ class Controller:
 
     def __init__(self, plugin: Plugin) -> None:
         self.plugin = plugin
+        self._notes: Notes | None = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker is about to start, and may die before it says what it collected."""
+        from pytest_vram.notes import KEY, Notes
+
+        if self._notes is None:
+            self._notes = Notes()
+            self.plugin.config.add_cleanup(self._notes.remove)
+        node.workerinput[KEY] = self._notes.place(node.gateway.id)
+
+    def noted(self) -> list[dict[str, Any]]:
+        """What workers with marked tests have collected, as far as is known."""
+        return list(self._notes.read()) if self._notes is not None else []
+
+    def pytest_keyboard_interrupt(self) -> None:
+        if self.plugin.begun is None and self.noted():
+            self.plugin.run()
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -171,7 +171,8 @@ def format_change(change: int, now: int) -> str:
 
 
 def format_percent(change: int, reference: int) -> str:
-    """``+23.5 %`` of ``reference``; ``new`` where there was nothing."""
+    """``+23.5 %`` of ``reference``; ``new`` where there was nothing, and ``45x`` where nobody
+    thinks in percent any more."""
     if reference == 0:
         return "new" if change else "0 %"
     percent = 100 * change / reference
@@ -179,4 +180,17 @@ def format_percent(change: int, reference: int) -> str:
         return "0 %"
     if abs(percent) < 0.05:
         return "+0.0 %" if percent > 0 else "-0.0 %"
-    return f"{percent:+.1f} %"
+    if percent < 1000:
+        return f"{percent:+.1f} %"
+    return _times(reference + change, reference)
+
+
+def format_share(size: int, whole: int) -> str:
+    """``70 %`` of ``whole``, and ``45x`` where nobody thinks in percent any more."""
+    if size < 10 * whole:
+        return f"{100 * size / whole:.0f} %"
+    return _times(size, whole)
+
+
+def _times(size: int, whole: int) -> str:
+    return f"{size / whole:.0f}x" if size < 1000 * whole else ">1000x"

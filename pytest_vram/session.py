@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from pytest_vram.record import TestRecord
 
 
+#: What became of a marked test that should have run and has no figures.
+LOST, NOT_RUN = "lost with its worker", "not run"
+
+
 @dataclass
 class Collected:
     """What one process collected: ids of marked tests, modules, and why that was not everything."""
@@ -23,23 +27,29 @@ class Collected:
     marked: list[str] = field(default_factory=list)  #: in the order of collection
     modules: set[str] = field(default_factory=set)
     filters: list[str] = field(default_factory=list)
+    #: Ids as reports have them -> ids as they are stored, where pytest-xdist added a group.
+    plain: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "marked": self.marked,
             "modules": sorted(self.modules),
             "filters": self.filters,
+            "plain": self.plain,
         }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Collected:
-        return cls(list(raw["marked"]), set(raw["modules"]), list(raw["filters"]))
+        return cls(
+            list(raw["marked"]), set(raw["modules"]), list(raw["filters"]), dict(raw["plain"])
+        )
 
     def add(self, other: Collected) -> None:
         known = set(self.marked)
         self.marked += [nodeid for nodeid in other.marked if nodeid not in known]
         self.modules |= other.modules
         self.filters += [reason for reason in other.filters if reason not in self.filters]
+        self.plain |= other.plain
 
 
 @dataclass
@@ -50,13 +60,15 @@ class Summary:
     refusals: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    #: Marked tests that should have run and have no figures: ids by what became of them.
+    missing: dict[str, list[str]] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)  #: files of reports
     unwritten: list[str] = field(default_factory=list)  #: reports that could not be made
     failed: bool = False
 
     @property
     def silent(self) -> bool:
-        """Nothing to say: no update, refusal, problem, stale entry or report."""
+        """Nothing to say: no update, refusal, problem, stale or missing entry, or report."""
         return self == Summary()
 
 
@@ -70,8 +82,8 @@ class Session:
         #: Every attempt of every marked test, in the order of their reports. Keys are the reports'
         #: ids, to which pytest-xdist may add a group; the records have pytest's own.
         self.attempts: dict[str, list[TestRecord]] = {}
-        #: Why a test has no record: ``skipped in setup``.
-        self.unrecorded: dict[str, str] = {}
+        #: Why a test has no record: ``skipped in setup``; keys as in ``attempts``.
+        self._unrecorded: dict[str, str] = {}
         self._bad: set[str] = set()  # items with any phase that did not simply pass
         self._failed = 0  # failures of any test of the run
         self._lost_workers: list[str] = []
@@ -87,8 +99,32 @@ class Session:
         """The last attempt of every marked test, the one that counts, in the order of collection:
         workers report in any."""
         place = {nodeid: at for at, nodeid in enumerate(self.collected.marked)}
-        last = [attempts[-1] for attempts in self.attempts.values()]
+        last = [tries[-1] for nodeid, tries in self.attempts.items() if not self._is_lost(nodeid)]
         return sorted(last, key=lambda record: place.get(record.nodeid, len(place)))
+
+    @property
+    def earlier(self) -> list[TestRecord]:
+        """The attempts that do not count."""
+        return [
+            record
+            for nodeid, tries in self.attempts.items()
+            for record in (tries if self._is_lost(nodeid) else tries[:-1])
+        ]
+
+    @property
+    def unmeasured(self) -> dict[str, str]:
+        """Marked tests without figures, in the order of collection, and why they have none."""
+        measured = {record.nodeid for record in self.records}
+        plain = self.collected.plain
+        why = {plain.get(nodeid, nodeid): text for nodeid, text in self._unrecorded.items()}
+        return {
+            nodeid: why.get(nodeid, NOT_RUN)
+            for nodeid in self.collected.marked
+            if nodeid not in measured
+        }
+
+    def _is_lost(self, nodeid: str) -> bool:
+        return self._unrecorded.get(nodeid) == LOST
 
     # ---- while the run goes on
 
@@ -104,10 +140,11 @@ class Session:
         if outcome not in ("passed", "rerun"):
             # pytest-xdist reports the test of a worker that crashed in no phase, as "???".
             lost = when not in ("setup", "call", "teardown")
-            self.unrecorded[nodeid] = "lost with its worker" if lost else f"{outcome} in {when}"
+            self._unrecorded[nodeid] = LOST if lost else f"{outcome} in {when}"
         if when == "call" and record is not None:
             from pytest_vram.record import TestRecord
 
+            self._unrecorded.pop(nodeid, None)  # lost with one worker, run again by another
             made = TestRecord.from_dict(record).with_outcome(outcome)
             self.attempts.setdefault(nodeid, []).append(made)
 
@@ -120,6 +157,9 @@ class Session:
         """Write what ``--vram-update`` asks for and judge stale entries. ``stopped`` says why the
         run ended early, if it did. Called once, in the controlling process."""
         settings, summary = self.settings, self.summary
+        for nodeid, why in self.unmeasured.items():
+            if why in (LOST, NOT_RUN):
+                summary.missing.setdefault(why, []).append(nodeid)
         edits, categories = self._updates()
         prune = "prune" in settings.update
         if prune or (self.attempts and not self.why_incomplete(stopped)):
@@ -192,8 +232,14 @@ class Session:
         if self._failed:
             reasons.append(f"{self._failed} failed")
         if self._lost_workers:
-            reasons.append(f"lost worker {', '.join(self._lost_workers)}")
+            reasons.append(self.lost_workers)
         return reasons
+
+    @property
+    def lost_workers(self) -> str:
+        """``lost worker gw0, gw1``; empty where none was."""
+        names = ", ".join(self._lost_workers)
+        return f"lost worker {names}" if names else ""
 
     def _stale(self) -> list[Edit]:
         """Removals of tests that no longer exist. A module that was not collected here but still

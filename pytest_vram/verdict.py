@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from pytest_vram.baseline_text import Record
@@ -11,8 +11,16 @@ from pytest_vram.environment import Environment, nearest
 from pytest_vram.findings import KINDS, Finding, Severity
 from pytest_vram.ledger import Ledger, Live, Moment
 from pytest_vram.marker import Budget
-from pytest_vram.quantities import format_bytes, format_change, format_percent
-from pytest_vram.trace import BILLS
+from pytest_vram.quantities import format_bytes, format_change, format_percent, format_share
+from pytest_vram.tables import (
+    SHOWN,
+    allocations,
+    baseline_table,
+    largest_table,
+    listed,
+    moment_table,
+    two_ledgers,
+)
 from pytest_vram.uncertain import format_interval, interval_lines, within_but_uncertain
 
 #: The cheapest remedy for the bill that weighs most (memory-planning literature's order).
@@ -29,7 +37,6 @@ REMEDIES: Mapping[str, str] = {
 }
 #: A share of reserved memory that nobody uses, above which fragmentation is worth a hint.
 _FRAGMENTED = 0.15
-_SHOWN = 5
 
 
 def judge_memory(
@@ -123,7 +130,8 @@ def _exactly(size: int, ceiling: int) -> str:
     """Exact bytes where the rounded figures would look equal."""
     if format_bytes(size) == format_bytes(ceiling):
         return f"exactly {size} of {ceiling} bytes"
-    return f"{100 * size / ceiling:.0f} % of the budget"
+    share = format_share(size, ceiling)
+    return f"{share} of the budget" if share.endswith("%") else f"{share} the budget"
 
 
 def _remedy(moment: Moment, fragmented: Ledger | None = None) -> str:
@@ -227,12 +235,12 @@ def _others(comparison: Comparison) -> list[Change]:
     if first.name == "peak_allocated":
         # The phase of the peak has grown by the same bytes.
         rest = [change for change in rest if (change.group, change.now) != ("phases", first.now)]
-    return [change for change in rest if change.group not in shown][:_SHOWN]
+    return [change for change in rest if change.group not in shown][:SHOWN]
 
 
 def _improvement(comparison: Comparison, severity: Severity, recording: bool) -> Finding:
     first = comparison.shrunk[0]
-    others = [f"{change.title} {_figures(change)}" for change in comparison.shrunk[1:_SHOWN]]
+    others = [f"{change.title} {_figures(change)}" for change in comparison.shrunk[1:SHOWN]]
     return Finding(
         "improvement",
         severity,
@@ -265,14 +273,13 @@ def _data(change: Change) -> dict[str, object]:
 def _arrivals(before: Record, ledger: Ledger) -> list[str]:
     if not before.get("largest"):
         return []
-    found = [arrival for arrival in arrivals(before, ledger) if arrival.growth > 0][:_SHOWN]
+    found = [arrival for arrival in arrivals(before, ledger) if arrival.growth > 0][:SHOWN]
     if not found:
         return []
-    rows = [
-        (f"+{format_bytes(arrival.growth)}", arrival.live.tensor, arrival.live.origin)
-        for arrival in found
+    return [
+        "new or larger allocations alive at the peak",
+        *allocations((f"+{format_bytes(arrival.growth)}", arrival.live) for arrival in found),
     ]
-    return ["new or larger allocations alive at the peak", *_columns(rows, right=(0,))]
 
 
 def _circumstances(comparison: Comparison) -> list[str]:
@@ -369,8 +376,10 @@ def leaking_steps(ledger: Ledger, budget: Budget) -> list[Finding]:
             f"VRAM leak: at least {format_bytes(min(last))} more stay alive after every step "
             f"(allowed {format_bytes(budget.growth)} a step)",
             (
-                "alive after step "
-                + ", ".join(f"{step.number}: {format_bytes(step.live)}" for step in shown),
+                *listed(
+                    "alive after step",
+                    [f"{step.number}: {format_bytes(step.live)}" for step in shown],
+                ),
                 *largest_table(_suspects(ledger.end)),
             ),
             hint="something keeps tensors of past steps: a list of losses that are not detached, "
@@ -396,6 +405,8 @@ def survivors(ledger: Ledger, budget: Budget, held: int) -> list[Finding]:
         return []
     owners = {bill: size for bill, size in ledger.end.bills.items() if bill != "workspace"}
     lines = [f"{bill.replace('_', ' ')} {format_bytes(size)}" for bill, size in owners.items()]
+    if held:
+        lines[-1] += f"; of these {format_bytes(held)} belong to fixtures"
     return [
         Finding(
             "leak",
@@ -403,8 +414,7 @@ def survivors(ledger: Ledger, budget: Budget, held: int) -> list[Finding]:
             f"VRAM leak: {format_bytes(kept)} survive the test, after garbage collection "
             f"(allowed {format_bytes(budget.growth)})",
             (
-                f"alive: {', '.join(lines)}"
-                + (f"; of these {format_bytes(held)} belong to fixtures" if held else ""),
+                *listed("alive:", lines),
                 *largest_table(
                     tuple(live for live in ledger.end.largest if live.bill != "workspace")
                 ),
@@ -438,74 +448,3 @@ def never_trained(strict: bool) -> Finding:
         hint="call vram.train(...), or step an optimizer",
         data={"reason": "never trained"},
     )
-
-
-# ---- tables; every line is aligned and without trailing spaces
-
-
-def baseline_table(before: Record, ledger: Ledger, comparison: Comparison) -> list[str]:
-    """The bills then and now; an arrow where a line is outside the tolerance."""
-    bills = before.get("bills")
-    if not bills:
-        return moment_table(ledger.peak)
-    then = Moment(phase=str(before.get("peak_phase", "")), step=int(before.get("peak_step", 0)))
-    if comparison.same_moment:
-        title = f"at the peak ({ledger.peak})"
-    else:
-        title = f"at the peak ({ledger.peak}; it was {then})"
-    outside = {change.name for change in comparison.changes if change.group == "bills"}
-    return _bill_table(title, ("baseline", bills), ("now", ledger.bills), outside)
-
-
-def two_ledgers(first: str, before: Moment, second: str, now: Moment) -> list[str]:
-    return _bill_table(f"at the peak ({now})", (first, before.bills), (second, now.bills), set())
-
-
-def _bill_table(
-    title: str,
-    old: tuple[str, Mapping[str, int]],
-    new: tuple[str, Mapping[str, int]],
-    outside: set[str],
-) -> list[str]:
-    rows = [(title, old[0], new[0], "change", "")]
-    for bill in BILLS:
-        before, now = old[1].get(bill, 0), new[1].get(bill, 0)
-        if before or now:
-            change = format_change(now - before, max(now, before)) if now != before else ""
-            mark = "<--" if bill in outside and now > before else ""
-            label = "  " + bill.replace("_", " ")
-            rows.append((label, format_bytes(before), format_bytes(now), change, mark))
-    return _columns(rows, right=(1, 2, 3), indent="")
-
-
-def moment_table(moment: Moment) -> list[str]:
-    """The bills of one moment."""
-    rows = [
-        (bill.replace("_", " "), format_bytes(size), f"{100 * size / moment.allocated:.0f} %")
-        for bill, size in moment.bills.items()
-    ]
-    if not rows:
-        return []
-    return [
-        f"alive then ({moment}): {format_bytes(moment.allocated)}",
-        *_columns(rows, right=(1, 2)),
-    ]
-
-
-def largest_table(largest: Sequence[Live]) -> list[str]:
-    rows = [(format_bytes(live.size), live.tensor, live.origin) for live in largest[:_SHOWN]]
-    return ["largest allocations", *_columns(rows, right=(0,))] if rows else []
-
-
-def _columns(
-    rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = (), indent: str = "  "
-) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append((indent + "  ".join(cells)).rstrip())
-    return lines

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from traces import A100, MIB, training
 
-from pytest_vram import baselines
+from pytest_vram import files
 from pytest_vram.baselines import BaselineError, Counts, Edit, Store, edit_for
 from pytest_vram.comparison import compare, record_of
 from pytest_vram.quantities import parse_tolerance
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_old_file(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    owner = baselines.tempfile if step == "mkstemp" else baselines.os
+    owner = files.tempfile if step == "mkstemp" else files.os
     monkeypatch.setattr(owner, step, full)
     with pytest.raises(BaselineError) as error:
         store.write([edit("tests/test_a.py::test_y")])

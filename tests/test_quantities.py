@@ -14,6 +14,7 @@ from pytest_vram.quantities import (
     format_change,
     format_exact,
     format_percent,
+    format_share,
     parse_size,
     parse_tolerance,
 )
@@ -142,3 +143,15 @@ def test_percentages() -> None:
     assert format_percent(1, 10**9) == "+0.0 %"
     assert format_percent(0, 10**9) == "0 %"
     assert format_percent(5, 0) == "new"
+    assert format_percent(9_990, 1000) == "+999.0 %"
+    assert format_percent(10_000, 1000) == "11x"
+    assert format_percent(998_000, 1000) == "999x"
+    assert format_percent(22_292_479, 1) == ">1000x"
+    assert format_percent(-999, 1000) == "-99.9 %"
+
+
+def test_shares() -> None:
+    assert format_share(700, 1000) == "70 %"
+    assert format_share(9_999, 1000) == "1000 %"
+    assert format_share(10_000, 1000) == "10x"
+    assert format_share(1 << 40, 1) == ">1000x"

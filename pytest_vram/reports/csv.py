@@ -1,4 +1,5 @@
-"""The report as a table of figures: one test a row, bytes as whole numbers."""
+"""The report as a table of figures: one test a row, bytes as whole numbers. A test without figures
+has the reason for its verdict."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import csv
 import io
 from typing import Any
 
+from pytest_vram.nodeids import split_id
 from pytest_vram.record import TestRecord
 from pytest_vram.reports.markdown import plain
 from pytest_vram.reports.model import Report
@@ -51,6 +53,10 @@ def rows(report: Report) -> str:
     writer.writeheader()
     for record in report.records:
         writer.writerow({name: _cell(value) for name, value in row(record).items()})
+    for one in report.unmeasured:
+        file = split_id(one.nodeid)[0]
+        cells = {"nodeid": one.nodeid, "file": file, "verdict": one.why}
+        writer.writerow({name: _cell(value) for name, value in cells.items()})
     return out.getvalue()
 
 

@@ -7,7 +7,7 @@ tolerance of its own marker.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from pytest_vram.record import TestRecord
 from pytest_vram.reports import figures
 from pytest_vram.reports.markdown import code, fenced, plain
 from pytest_vram.reports.model import Report
+from pytest_vram.session import LOST
 
 Status = Literal["grew", "shrank", "same", "added", "removed", "elsewhere", "unmeasured"]
 
@@ -38,7 +39,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class TestDiff:
-    """One test in both reports. ``comparison`` is there where figures were compared."""
+    """One test in both reports. ``comparison`` is there where figures were compared; ``missing``
+    says why the one report that knows the test without figures has none."""
 
     __test__ = False  # not a test class, whatever its name
 
@@ -47,19 +49,22 @@ class TestDiff:
     base: TestRecord | None
     head: TestRecord | None
     comparison: Comparison | None = None
+    missing: str = ""
 
     @property
     def newly_fails(self) -> bool:
-        """It fails in head and did not in base (where it may not have been)."""
-        if self.head is None or figures.mood(self.head) != "fail":
+        """It fails in head, or was lost there with its worker, and did not fail in base (where it
+        may not have been)."""
+        if self.head is None:
+            return self.missing == LOST
+        if figures.mood(self.head) != "fail":
             return False
         return self.base is None or figures.mood(self.base) != "fail"
 
     @property
     def environment(self) -> str:
         record = self.head or self.base
-        assert record is not None
-        return record.environment.key
+        return record.environment.key if record is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,16 @@ class ReportDiff:
 
 def compare_reports(base: Report, head: Report, tolerance: Tolerance | None = None) -> ReportDiff:
     """``tolerance`` takes the place of the markers' own."""
+    missing = _reasons(base), _reasons(head)
     pairs = [
-        _diff(before, after, tolerance) for before, after in _pairs(base.records, head.records)
+        _diff(before, after, tolerance, missing)
+        for before, after in _pairs(base.records, head.records)
+    ]
+    known = {test.nodeid for test in pairs} | {one.nodeid for one in base.lost}
+    pairs += [
+        TestDiff(one.nodeid, "unmeasured", None, None, missing=one.why)
+        for one in head.lost
+        if one.nodeid not in known
     ]
     order = list(STATUSES)
 
@@ -103,6 +116,10 @@ def compare_reports(base: Report, head: Report, tolerance: Tolerance | None = No
         return order.index(test.status), -moved, test.nodeid
 
     return ReportDiff(tuple(sorted(pairs, key=place)))
+
+
+def _reasons(report: Report) -> dict[str, str]:
+    return {one.nodeid: one.why for one in report.unmeasured}
 
 
 def _pairs(
@@ -137,12 +154,18 @@ def _device(environment: Environment) -> tuple[str, str]:
 
 
 def _diff(
-    before: TestRecord | None, after: TestRecord | None, tolerance: Tolerance | None
+    before: TestRecord | None,
+    after: TestRecord | None,
+    tolerance: Tolerance | None,
+    missing: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> TestDiff:
+    """``missing``: why base and head have no figures of tests that they know, by id."""
     known = after or before
     assert known is not None
     if before is None or after is None:
-        return TestDiff(known.nodeid, "added" if before is None else "removed", before, after)
+        why = missing[before is not None].get(known.nodeid, "")
+        gone: Status = "added" if before is None else "removed"
+        return TestDiff(known.nodeid, "unmeasured" if why else gone, before, after, missing=why)
     if _device(before.environment) != _device(after.environment):
         return TestDiff(known.nodeid, "elsewhere", before, after)
     if before.ledger is None or after.ledger is None:
@@ -185,7 +208,8 @@ def text(diff: ReportDiff) -> str:
     lines = [headline(diff)]
     for test in diff.tests:
         if test.status != "same" or test.newly_fails:
-            lines += ["", f"{_label(test)}: {plain(test.nodeid)}  ({plain(test.environment)})"]
+            where = f"  ({plain(test.environment)})" if test.environment else ""
+            lines += ["", f"{_label(test)}: {plain(test.nodeid)}{where}"]
             lines += [f"  {line}" for line in details(test)]
     return "\n".join(lines) + "\n"
 
@@ -210,6 +234,8 @@ def details(test: TestDiff) -> list[str]:
             if record is not None and record.ledger is not None:
                 peak = format_bytes(record.ledger.peak_allocated)
                 lines.append(f"{side}: peak allocated {peak} ({record.environment})")
+            elif record is None and test.missing and (side == "head" or test.head is not None):
+                lines.append(f"{side}: no figures, {test.missing}")
     if test.newly_fails and test.head is not None:
         lines += [found.sentence for found in test.head.failures] or ["the test itself fails"]
     return [plain(line) for line in lines]
@@ -307,6 +333,7 @@ def _test_dict(test: TestDiff) -> dict[str, Any]:
         "environment": test.environment,
         "status": test.status,
         "newly_fails": test.newly_fails,
+        "missing": test.missing,
         "base": _side(test.base),
         "head": _side(test.head),
         "changes": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_vram.quantities import format_bytes, format_change, format_percent
+from pytest_vram.quantities import format_bytes, format_change, format_percent, format_share
 from pytest_vram.record import TestRecord
 from pytest_vram.trace import BILLS
 
@@ -46,6 +46,18 @@ def budget_share(record: TestRecord) -> float | None:
     """Peak over budget: 1.0 is exactly the budget."""
     now = peak(record)
     return None if now is None or not record.budget.peak else now / record.budget.peak
+
+
+def share_text(record: TestRecord) -> str:
+    """``70 %`` of the budget; empty without a figure or a budget."""
+    now, whole = peak(record), record.budget.peak
+    return "" if now is None or not whole else format_share(now, whole)
+
+
+def budget_text(record: TestRecord) -> str:
+    """``70 % of 3.50 GiB``, ``12x 1.00 KiB``; empty without a figure or a budget."""
+    share, whole = share_text(record), record.budget.peak or 0
+    return share and f"{share} {'of ' if share.endswith('%') else ''}{format_bytes(whole)}"
 
 
 def change_text(now: int, before: int | None) -> str:

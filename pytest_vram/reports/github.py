@@ -38,6 +38,9 @@ def annotate(report: Report, root: Path, workspace: str = "") -> list[str]:
             kind = {"fail": "error", "warn": "warning"}.get(found.severity)
             if kind is not None:
                 lines[kind].append(_command(kind, place, _title(record, found), _text(found)))
+    for one in report.lost:
+        text = f"{plain(one.nodeid)}: VRAM not checked: {one.why}"
+        lines["error"].append(_command("error", {}, "not-checked", text))
     shown = []
     for kind, some in lines.items():
         shown += some[:SHOWN]
@@ -54,7 +57,7 @@ def annotate(report: Report, root: Path, workspace: str = "") -> list[str]:
 def write_summary(report: Report, environ: Mapping[str, str] = os.environ) -> str:
     """Append the Markdown report to the step's summary; returns what went wrong, if anything."""
     path = environ.get("GITHUB_STEP_SUMMARY")
-    if not path or not report.records:
+    if not path or not (report.records or report.unmeasured):
         return ""
     try:
         with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from pytest_vram.findings import Finding
+from pytest_vram.nodeids import split_id
 from pytest_vram.record import TestRecord
 from pytest_vram.reports.model import Report
 
@@ -24,18 +25,34 @@ def code_quality(report: Report) -> str:
         for found in record.findings
         if found.kind != "no-baseline" or found.severity == "fail"
     ]
+    issues += [_lost(one.nodeid, one.why) for one in report.lost]
     return json.dumps(issues, indent=1) + "\n"
+
+
+def _lost(nodeid: str, why: str) -> dict[str, Any]:
+    """A test without a record: its file is all that is known of its place."""
+    return {
+        "description": f"{nodeid}: VRAM not checked: {why}",
+        "check_name": "vram/not-checked",
+        "fingerprint": _fingerprint(nodeid, why),
+        "severity": _SEVERITIES["fail"],
+        "location": {"path": split_id(nodeid)[0], "lines": {"begin": 1}},
+    }
+
+
+def _fingerprint(*identity: str) -> str:
+    return hashlib.sha256("\0".join(identity).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _issue(record: TestRecord, found: Finding) -> dict[str, Any]:
     """The fingerprint stays the same while test, environment and kind do: GitLab compares it with
     the target branch's, and figures in it would make an old finding look new."""
-    identity = "\0".join((record.nodeid, record.environment.key, found.kind, _first_name(found)))
+    identity = (record.nodeid, record.environment.key, found.kind, _first_name(found))
     hint = f"\n\nhint: {found.hint}" if found.hint else ""
     return {
         "description": f"{record.nodeid}: {found.sentence}",
         "check_name": f"vram/{found.kind}",
-        "fingerprint": hashlib.sha256(identity.encode("utf-8", "backslashreplace")).hexdigest(),
+        "fingerprint": _fingerprint(*identity),
         "severity": _SEVERITIES[found.severity],
         "location": {"path": record.file, "lines": {"begin": record.line}},
         "content": {"body": "\n".join(found.details) + hint},

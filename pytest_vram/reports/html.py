@@ -113,6 +113,7 @@ def _test(at: int, record: TestRecord, report: Report) -> dict[str, Any]:
         "open": mood == "fail" and at < UNFOLDED,
         "peak": figures.peak(record),
         "share": share,
+        "share_text": figures.share_text(record),
         "against_baseline": _against(figures.peak(record), figures.stored_peak(record)),
         "against_estimate": _against(
             figures.peak(record),

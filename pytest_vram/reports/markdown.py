@@ -20,6 +20,8 @@ from pytest_vram.uncertain import interval_lines, part_names
 #: leaves room for what is put around it.
 LIMIT = 60_000
 SIGNS = {"fail": "❌", "warn": "⚠️", "ok": "✅"}
+#: Tests without figures that are named of one reason.
+_NAMED = 10
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200b-\u200f\u202a-\u202e\u2066-\u2069]+")
 
 
@@ -32,7 +34,17 @@ def document(report: Report, limit: int = LIMIT) -> str:
     room = limit - _length(head) - _length(foot) - 400  # the sentences about what is left out
     table, left_out = _fitting(_rows(records), room * 6 // 10)
     room -= _length(table)
-    details, hidden = _fitting([_details(one) for one in records if _has_details(one)], room)
+    tries: dict[str, list[TestRecord]] = {}
+    for attempt in report.attempts:
+        tries.setdefault(attempt.nodeid, []).append(attempt)
+    details, hidden = _fitting(
+        [
+            _details(one, tries.get(one.nodeid, ()))
+            for one in records
+            if _has_details(one) or one.nodeid in tries
+        ],
+        room,
+    )
     lines = [*head]
     if table:
         lines += ["", *_table_head(records), *table]
@@ -48,29 +60,34 @@ def document(report: Report, limit: int = LIMIT) -> str:
 def headline(report: Report) -> str:
     """``GPU memory: 2 of 12 tests failed``."""
     total, failed, warned = len(report.records), len(report.failed), len(report.warned)
+    lost = f", {len(report.lost)} lost with a worker" if report.lost else ""
     if not total:
-        return "GPU memory: no test was measured"
+        return f"GPU memory: no test was measured{lost}"
     tests = "1 test" if total == 1 else f"{total} tests"
     if failed:
-        return f"GPU memory: {failed} of {tests} failed"
-    return f"GPU memory: {tests} passed" + (f", {warned} with a remark" if warned else "")
+        return f"GPU memory: {failed} of {tests} failed{lost}"
+    return f"GPU memory: {tests} passed{f', {warned} with a remark' if warned else ''}{lost}"
 
 
 def _sign(report: Report) -> str:
-    if report.failed:
+    if report.failed or report.lost:
         return SIGNS["fail"]
-    return SIGNS["ok"] if report.records and not report.warned else SIGNS["warn"]
+    fine = report.records and not report.warned and not report.stopped
+    return SIGNS["ok"] if fine else SIGNS["warn"]
 
 
 def _remarks(report: Report) -> list[str]:
     lines = []
     if report.stopped:
         lines.append(f"The run was not complete: {code(report.stopped)}.")
-    if report.unmeasured:
-        count = len(report.unmeasured)
+    by_reason: dict[str, list[str]] = {}
+    for one in report.unmeasured:
+        by_reason.setdefault(one.why, []).append(code(one.nodeid))
+    for why, names in by_reason.items():
+        count = len(names)
         tests = "1 marked test has" if count == 1 else f"{count} marked tests have"
-        some = ", ".join(f"{code(one.nodeid)} ({one.why})" for one in report.unmeasured[:3])
-        lines.append(f"{tests} no figures: {some}{', …' if count > 3 else ''}.")
+        some = ", ".join(names[:_NAMED]) + (", …" if count > _NAMED else "")
+        lines.append(f"{tests} no figures, {plain(why)}: {some}.")
     if report.update:
         lines.append(f"Baselines: {report.update}.")
     lines += [f"Baselines: {code(line)}" for line in (*report.refusals, *report.problems)]
@@ -97,15 +114,12 @@ _TITLES = (
 
 def _cells(record: TestRecord) -> tuple[str, ...]:
     now = figures.peak(record)
-    share = figures.budget_share(record)
     estimate = record.estimate.peak_allocated if record.estimate is not None else None
     return (
         SIGNS[figures.mood(record)],
         code(record.nodeid, table=True),
         figures.size_text(now),
-        f"{100 * share:.0f} % of {format_bytes(record.budget.peak or 0)}"
-        if share is not None
-        else "",
+        figures.budget_text(record),
         figures.change_text(now or 0, figures.stored_peak(record)),
         figures.change_text(now or 0, estimate),
         figures.scaler_text(record),
@@ -150,7 +164,7 @@ def _said(record: TestRecord) -> list[str]:
     ]
 
 
-def _details(record: TestRecord) -> list[str]:
+def _details(record: TestRecord, attempts: Sequence[TestRecord]) -> list[str]:
     opened = " open" if figures.mood(record) == "fail" else ""
     name = html.escape(plain(record.nodeid))
     said = _said(record)
@@ -166,11 +180,21 @@ def _details(record: TestRecord) -> list[str]:
         "",
         f"{code(str(record.environment))}, numbers {figures.numbers_text(record)}",
         "",
-        *fenced("\n\n".join(said)),
+        *(fenced("\n\n".join(said)) if said else []),
+        *_attempts(attempts),
         "",
         "</details>",
         "",
     ]
+
+
+def _attempts(attempts: Sequence[TestRecord]) -> list[str]:
+    lines = [""] if attempts else []
+    for one in attempts:
+        peak = figures.peak(one)
+        figure = f", peak {format_bytes(peak)}" if peak is not None else ""
+        lines.append(f"- attempt {one.attempt}: {one.outcome}, {one.verdict}{figure}")
+    return lines
 
 
 def _footer(report: Report) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from pytest_vram import __version__
 from pytest_vram.record import ScalerStep, TestRecord
+from pytest_vram.session import LOST
 
 #: What a report calls itself, so that another JSON file is not taken for one.
 FORMAT = "pytest-vram-report"
@@ -64,6 +65,11 @@ class Report:
     @property
     def failed(self) -> tuple[TestRecord, ...]:
         return tuple(one for one in self.records if one.failures or one.outcome == "failed")
+
+    @property
+    def lost(self) -> tuple[Unmeasured, ...]:
+        """Tests that ended with the worker that ran them: nobody knows what they would need."""
+        return tuple(one for one in self.unmeasured if one.why == LOST)
 
     @property
     def warned(self) -> tuple[TestRecord, ...]:

@@ -16,19 +16,13 @@ from pytest_vram.settings import Settings
 def report_of(session: Session, exit_status: int, stopped: str) -> Report:
     """The run as its controlling process saw it."""
     summary = session.summary
-    records = tuple(session.records)
-    measured = {record.nodeid for record in records}
     return Report(
-        records=records,
-        attempts=tuple(one for tries in session.attempts.values() for one in tries[:-1]),
-        unmeasured=tuple(
-            Unmeasured(nodeid, session.unrecorded.get(nodeid, "not run"))
-            for nodeid in session.collected.marked
-            if nodeid not in measured
-        ),
+        records=tuple(session.records),
+        attempts=tuple(session.earlier),
+        unmeasured=tuple(Unmeasured(*pair) for pair in session.unmeasured.items()),
         created=now(),
         exit_status=int(exit_status),
-        stopped=stopped,
+        stopped=stopped or session.lost_workers,
         filters=tuple(session.collected.filters),
         update=summary.update,
         refusals=tuple(summary.refusals),

@@ -6,15 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
-from pytest_vram.quantities import format_bytes, format_percent
+from pytest_vram.quantities import format_bytes, format_percent, format_share
 from pytest_vram.record import TestRecord
-from pytest_vram.session import Summary
+from pytest_vram.session import LOST, Summary
+from pytest_vram.tables import largest_table, listed, moment_table
 from pytest_vram.uncertain import interval_lines, part_names
-from pytest_vram.verdict import largest_table, moment_table
 
 GAP = "  "
 MARGIN = 6
+#: Marked tests without figures that are listed, without ``-v``.
+MISSING_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ def report(
         for record in records:
             lines += [Line(""), *(Line(text) for text in ledger(record))]
     lines += remarks(records, verbosity)
+    lines += _missing(summary, verbosity)
     lines += _updates(summary, verbosity)
     return lines
 
@@ -95,7 +99,7 @@ def _cells(record: TestRecord) -> tuple[str, ...]:
     ledger, stored = record.ledger, record.stored or {}
     peak = ledger.peak_allocated if ledger is not None else 0
     failure = ledger.failure if ledger is not None else None
-    budget = f"{100 * peak / record.budget.peak:.0f} %" if record.budget.peak else ""
+    budget = format_share(peak, record.budget.peak) if record.budget.peak else ""
     before = stored.get("peak_allocated")
     estimate = record.estimate.peak_allocated if record.estimate is not None else None
     scaler = ""
@@ -163,27 +167,29 @@ def ledger(record: TestRecord) -> list[str]:
     found = record.ledger
     if found is None:
         return []
+    exactly = f"{format_bytes(found.peak_allocated)} ({found.peak_allocated} bytes)"
+    cached = f"{format_bytes(found.cached)} of it cached"
+    reserved = f"reserved {format_bytes(found.peak_reserved)} ({cached})"
     lines = [
-        f"{record.nodeid}  ({record.environment})",
-        f"  peak allocated {format_bytes(found.peak_allocated)} "
-        f"({found.peak_allocated} bytes), reserved {format_bytes(found.peak_reserved)} "
-        f"({format_bytes(found.cached)} of it cached)",
+        *listed(record.nodeid, [f" ({record.environment})"]),
+        *(f"  {line}" for line in listed("peak allocated", [exactly, reserved])),
     ]
     lines += [f"  {line}" for line in moment_table(found.peak)]
     if found.phases:
-        phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.phases.items())
-        lines.append(f"  peaks by phase: {phases}")
+        phases = [f"{name} {format_bytes(size)}" for name, size in found.phases.items()]
+        lines += [f"  {line}" for line in listed("peaks by phase:", phases)]
     if found.steps:
-        live = ", ".join(format_bytes(step.live) for step in found.steps)
-        lines.append(f"  alive after each step: {live}")
+        live = [format_bytes(step.live) for step in found.steps]
+        lines += [f"  {line}" for line in listed("alive after each step:", live)]
     if found.base_allocated:
         lines.append(f"  held before the test, not counted: {format_bytes(found.base_allocated)}")
     lines += [f"  {line}" for line in interval_lines(found)]
     lines += [f"  {line}" for line in largest_table(found.largest)]
-    lines += [f"  note: {note}" for note in record.notes]
+    for note in record.notes:
+        lines += wrap(f"note: {note}", 80, initial_indent="  ", subsequent_indent="    ")
     if record.passes:
-        passes = ", ".join(f"{one.kind} {one.seconds:.1f} s" for one in record.passes)
-        lines.append(f"  passes: {passes}")
+        passes = [f"{one.kind} {one.seconds:.1f} s" for one in record.passes]
+        lines += [f"  {line}" for line in listed("passes:", passes)]
     return lines
 
 
@@ -243,6 +249,21 @@ def _grouped_notes(records: Sequence[TestRecord]) -> list[Line]:
     for note, names in about.items():
         who = names[0] if len(names) == 1 else f"{len(names)} tests"
         lines.append(Line(f"{who}: {note}"))
+    return lines
+
+
+def _missing(summary: Summary, verbosity: int) -> list[Line]:
+    """Marked tests that should have figures and have none: never silently."""
+    lines = []
+    for why, names in summary.missing.items():
+        count = len(names)
+        tests = "1 marked test was" if count == 1 else f"{count} marked tests were"
+        mood = "fail" if why == LOST else "warn"
+        lines.append(Line(f"VRAM not checked: {tests} {why}", mood))
+        shown = count if verbosity > 0 else MISSING_SHOWN
+        lines += [Line(f"  {name}", mood) for name in names[:shown]]
+        if count > shown:
+            lines.append(Line(f"  and {count - shown} more (-v lists them)", mood))
     return lines
 
 

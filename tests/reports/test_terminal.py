@@ -87,14 +87,15 @@ def test_verbose_adds_the_ledger() -> None:
     text = lines(record(passes=passes, notes=("something",)), verbosity=1)
     at = text.index("tests/test_a.py::test_x  (simulated on a100-80gb, torch 2.13.0)")
     assert text[at + 1 :] == [
-        "  peak allocated 70.0 MiB (73400320 bytes), reserved 80.0 MiB (10.0 MiB of it cached)",
+        "  peak allocated 70.0 MiB (73400320 bytes),",
+        "      reserved 80.0 MiB (10.0 MiB of it cached)",
         "  alive then (backward, step 2): 70.0 MiB",
         "    parameters       10.0 MiB  14 %",
         "    gradients        10.0 MiB  14 %",
         "    optimizer state  20.0 MiB  29 %",
         "    activations      30.0 MiB  43 %",
-        "  peaks by phase: setup 10.0 MiB, forward 60.0 MiB, backward 70.0 MiB, "
-        "optimizer 41.0 MiB, between 30.0 MiB",
+        "  peaks by phase: setup 10.0 MiB, forward 60.0 MiB, backward 70.0 MiB,",
+        "      optimizer 41.0 MiB, between 30.0 MiB",
         "  alive after each step: 30.0 MiB, 30.0 MiB",
         "  largest allocations",
         "    30.0 MiB  float16[3, 10]   aten::mm  lm.h  train.py:41 forward",
@@ -139,3 +140,54 @@ def test_updates_refusals_problems_and_stale_entries() -> None:
         ("warn", "vram baselines: nothing was pruned: filtered by -k"),
         ("fail", "vram baselines: vram_baselines/a.yaml: not written"),
     ]
+
+
+def test_the_verbose_ledger_fits_into_80_columns() -> None:
+    script = training()
+    frames = (
+        "src/package/with/a/long/path/to/the/modules/of/a/model/modeling_something.py:1041 loss",
+        "train.py:41 forward",
+        "tests/training/test_language_models.py:113 attention_scores",
+    )
+    for at, frame in enumerate(frames):
+        module = f"model.transformer.layers.{at}.attention.output.projection.lora_A.default"
+        script.take(
+            "activations",
+            (50 + at) * MIB,
+            shape=(4, 1024, 50257, at),
+            dtype="float32",
+            operator="aten::_scaled_dot_product_efficient_attention",
+            module=module,
+            frame=frame,
+        )
+    made = script.ledger()
+    many = replace(made, phases={f"phase {at}": at * MIB for at in range(20)}, steps=made.steps * 9)
+    text = lines(record(ledger=many, notes=("a word " * 30,)), verbosity=1)
+    assert max(map(len, text)) <= 80
+    found = text.index("  largest allocations")
+    assert text[found + 1 : found + 8] == [
+        "    52.0 MiB  float32[4, 1024, 50257, 2]",
+        "              aten::_scaled_dot_product_efficient_attention",
+        "              …l.transformer.layers.2.attention.output.projection.lora_A.default",
+        "              tests/training/test_language_models.py:113 attention_scores",
+        "    51.0 MiB  float32[4, 1024, 50257, 1]",
+        "              aten::_scaled_dot_product_efficient_attention",
+        "              …l.transformer.layers.1.attention.output.projection.lora_A.default",
+    ]
+    assert text[found + 12] == (
+        "              …th/a/long/path/to/the/modules/of/a/model/modeling_something.py:1041 loss"
+    )
+
+
+def test_marked_tests_without_figures_are_listed() -> None:
+    summary = Summary(
+        missing={"lost with its worker": ["a.py::x"], "not run": [f"a.py::y{n}" for n in range(12)]}
+    )
+    assert lines(summary=summary) == [
+        "VRAM not checked: 1 marked test was lost with its worker",
+        "  a.py::x",
+        "VRAM not checked: 12 marked tests were not run",
+        *(f"  a.py::y{n}" for n in range(10)),
+        "  and 2 more (-v lists them)",
+    ]
+    assert len(lines(summary=summary, verbosity=1)) == 15
