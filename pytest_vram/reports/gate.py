@@ -32,12 +32,20 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     except ValueError as error:
         print(f"::error title=pytest-vram::the arguments for pytest cannot be read: {error}")
         return 2
+    _remove_old(directory)
     code = subprocess.run(command(arguments, directory, environ.get("VRAM_DEVICE", ""))).returncode
     compare_with_base(directory, Path(environ.get("VRAM_BASE") or os.devnull), environ)
     if output := environ.get("GITHUB_OUTPUT"):
         with open(output, "a", encoding="utf-8") as file:
             file.write(f"exit-code={code}\n")
     return 0
+
+
+def _remove_old(directory: Path) -> None:
+    """A self-hosted runner keeps files: what an earlier job reported is not this one's result,
+    should pytest end without a report."""
+    for name in (*(f"report.{suffix}" for suffix in FORMATS), "diff.md"):
+        (directory / name).unlink(missing_ok=True)
 
 
 def command(arguments: list[str], directory: Path, device: str = "") -> list[str]:

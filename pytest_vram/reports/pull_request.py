@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -25,12 +26,21 @@ LIMIT = 65_536
 _TRUSTED = frozenset({"OWNER", "MEMBER", "COLLABORATOR"})
 
 
+#: Waits between attempts at a request that GitHub did not answer, or with an error of its own.
+PAUSES = (1.0, 5.0)
+
+
 class GitHubError(Exception):
     """The API refused or could not be reached; ``status`` is 0 where there was no answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed a moment later."""
+        return self.status in (0, 429) or self.status >= 500
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,20 @@ class Api:
     token: str
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """:raises GitHubError:"""
+        """The answer's JSON. What cannot double anything is tried again for a while.
+
+        :raises GitHubError:
+        """
+        for pause in PAUSES if method != "POST" else ():
+            try:
+                return self._call(method, path, body)
+            except GitHubError as error:
+                if not error.passing:
+                    raise
+            time.sleep(pause)
+        return self._call(method, path, body)
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         request = urllib.request.Request(
             f"{self.url}/repos/{self.repository}/{path}",
             method=method,
@@ -76,11 +99,20 @@ class Api:
                 return found
             page += 1
 
+    def head(self, number: int) -> str:
+        """The newest commit of a pull request; empty if that cannot be found out."""
+        try:
+            return str(self.call("GET", f"pulls/{number}")["head"]["sha"])
+        except (GitHubError, KeyError, TypeError):
+            return ""
+
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """:returns: 0; 1 if GitHub could not be reached or answered with an error of its own."""
-    number = pull_request(environ)
-    if number is None:
+    """:returns: 0. Whatever becomes of the comment, the step's summary has the same text and the
+    gate's verdict is pytest's."""
+    event = pull_request(environ)
+    number = event.get("number")
+    if not isinstance(number, int):
         print("no pull request: nothing to comment on")
         return 0
     directory = Path(environ.get("VRAM_DIRECTORY") or "vram-report")
@@ -94,7 +126,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         environ.get("GITHUB_TOKEN", ""),
     )
     try:
-        print(publish(api, number, marker(environ), text))
+        print(publish(api, number, marker(environ), text, _sha(event)))
     except GitHubError as error:
         if error.status in (401, 403, 404):
             print(
@@ -102,19 +134,28 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
                 f"(from a fork, or without pull-requests: write): see the step summary ({error})"
             )
             return 0
-        print(f"::error title=pytest-vram::no comment on the pull request: {error}")
-        return 1
+        print(
+            "::warning title=pytest-vram::no comment on the pull request, see the step summary: "
+            f"{error}"
+        )
     return 0
 
 
-def pull_request(environ: Mapping[str, str]) -> int | None:
-    """The number of the pull request that the event is about."""
+def pull_request(environ: Mapping[str, str]) -> Mapping[str, Any]:
+    """The pull request that the event is about; empty if it is about none."""
     try:
         event = json.loads(Path(environ["GITHUB_EVENT_PATH"]).read_text(encoding="utf-8"))
-        number = event["pull_request"]["number"]
-    except (KeyError, TypeError, OSError, json.JSONDecodeError):
-        return None
-    return number if isinstance(number, int) else None
+        found = event["pull_request"]
+    except (KeyError, TypeError, OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _sha(event: Mapping[str, Any]) -> str:
+    """The commit that was pushed. ``GITHUB_SHA`` is the merge with the base branch, which nobody
+    has seen."""
+    head = event.get("head")
+    return str(head.get("sha") or "") if isinstance(head, dict) else ""
 
 
 def marker(environ: Mapping[str, str]) -> str:
@@ -154,24 +195,44 @@ def _link(environ: Mapping[str, str]) -> str:
     run = environ.get("GITHUB_RUN_ID")
     if not (server and repository and run):
         return ""
-    sha = plain(environ.get("GITHUB_SHA", ""))[:12]
+    sha = plain(_sha(pull_request(environ)) or environ.get("GITHUB_SHA", ""))[:12]
     return (
         f"[Summary, and the report with timelines as an artifact]"
         f"({server}/{repository}/actions/runs/{run}) of {sha}"
     )
 
 
-def publish(api: Api, number: int, mark: str, text: str) -> str:
-    """Update our comment, or make it; returns what was done. Doubles, which two runs at once may
-    have made, are deleted."""
-    ours = [one for one in api.comments(number) if _is_ours(one, mark)]
+def publish(api: Api, number: int, mark: str, text: str, sha: str = "") -> str:
+    """Update our comment, or make it; returns what was done. Of doubles, which two runs at once
+    make, the oldest stays. A run of another commit than the newest, ``sha``, finds its report out
+    of date: it does not overwrite what is there."""
+    ours = _ours(api, number, mark)
     if not ours:
         api.call("POST", f"issues/{number}/comments", {"body": text})
-        return f"commented on pull request {number}"
+        ours = _ours(api, number, mark)
+        if len(ours) < 2:
+            return f"commented on pull request {number}"
     for double in ours[1:]:
-        api.call("DELETE", f"issues/comments/{int(double['id'])}")
+        _delete(api, int(double["id"]))
+    newest = api.head(number)
+    if sha and newest and newest != sha:
+        return f"pull request {number} has a newer commit, {newest[:12]}: its comment is not ours"
     api.call("PATCH", f"issues/comments/{int(ours[0]['id'])}", {"body": text})
     return f"updated the comment on pull request {number}"
+
+
+def _ours(api: Api, number: int, mark: str) -> list[dict[str, Any]]:
+    """Our comments, oldest first: both of two runs at once agree on which one stays."""
+    found = [one for one in api.comments(number) if _is_ours(one, mark)]
+    return sorted(found, key=lambda one: int(one["id"]))
+
+
+def _delete(api: Api, comment: int) -> None:
+    try:
+        api.call("DELETE", f"issues/comments/{comment}")
+    except GitHubError as error:
+        if error.status != 404:  # another run of ours has just done it
+            raise
 
 
 def _is_ours(comment: Mapping[str, Any], mark: str) -> bool:

