@@ -50,8 +50,9 @@ def pytest_sessionfinish(session):
     if not hasattr(session.config, "workerinput"):
         note("updates")
 
-def pytest_terminal_summary():
-    note("updated")
+def pytest_terminal_summary(config):
+    if not hasattr(config, "workerinput"):
+        note("updated")
 """
 
 

@@ -9,9 +9,11 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -46,14 +48,15 @@ class Killer:
 
     def __init__(self, project: CheapProject, seed: int) -> None:
         self.project = project
-        self.dice = random.Random(seed)
-        self.window = 0.2  # seconds from the beginning of an update in which it is killed
-        self.kills = 0
+        self.seed = seed
+        self.window = 0.2  # seconds that an update takes
+        self.killed: list[int] = []
         self.said: dict[str, str] = {}
 
     def kill(self, least: int) -> int:
+        """How many processes were killed: ``least`` or, to end a round, more."""
         project, generation = self.project, 0
-        while self.kills < least:
+        while len(self.killed) < least:
             generation += 1
             before = project.peaks()
             self._round(generation)
@@ -64,36 +67,38 @@ class Killer:
         final = project.expected("a", generation + 1) | project.expected("b", generation + 1)
         assert project.peaks() == final
         assert project.left_behind() == []
-        return self.kills
+        return len(self.killed)
 
     def _round(self, generation: int) -> None:
         for note in self.project.notes.iterdir():
             note.unlink()
-        outputs = {who: self.project.path / f"output-{who}" for who in "ab"}
-        runs: dict[str, subprocess.Popen[str]] = {}
-        for who, output in outputs.items():
-            with output.open("w") as file:
-                runs[who] = self.project.start(
-                    "-n4", who=who, generation=generation, stdout=file
-                )  # fmt: skip
-        try:
-            workers = {who: self._workers(who) for who in runs}
-            for _ in range(3):
-                for who in runs:
-                    self._kill_worker(next(workers[who], None))
-            for who in sorted(runs, key=lambda who: self.dice.random()):
-                self._kill_in_update(who, runs[who])
-        finally:
-            for process in runs.values():  # and workers that outlived them
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self.said = {who: output.read_text() for who, output in outputs.items()}
+        hunts = [threading.Thread(target=self._hunt, args=(who, generation)) for who in "ab"]
+        for hunt in hunts:
+            hunt.start()
+        for hunt in hunts:
+            hunt.join()
 
-    def _workers(self, who: str) -> Iterator[int]:
+    def _hunt(self, who: str, generation: int) -> None:
+        """One run, from its start to its end or ours."""
+        dice = random.Random(f"{self.seed} {who} {generation}")
+        output = self.project.path / f"output-{who}"
+        with output.open("w") as file:
+            process = self.project.start("-n4", who=who, generation=generation, stdout=file)
+        try:
+            for pid in islice(self._workers(who, process), 3):
+                time.sleep(dice.uniform(0, 0.02))
+                self._kill(pid)
+            self._kill_in_update(who, process, dice.random())
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and workers that outlived it
+            process.wait()
+        self.said[who] = output.read_text()
+
+    def _workers(self, who: str, process: subprocess.Popen[str]) -> Iterator[int]:
         """Process ids of workers that have collected, as they come up."""
         seen: set[int] = set()
-        while not self._noted(f"{who}-updates"):
+        while not self._when(f"{who}-updates") and process.poll() is None:
             for note in self.project.notes.glob(f"{who}-worker-*"):
                 pid = int(note.name.rpartition("-")[2])
                 if pid not in seen:
@@ -101,29 +106,32 @@ class Killer:
                     yield pid
             time.sleep(0.001)
 
-    def _kill_worker(self, pid: int | None) -> None:
-        time.sleep(self.dice.uniform(0, 0.02))
-        with suppress(ProcessLookupError):
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)
-                self.kills += 1
-
-    def _kill_in_update(self, who: str, process: subprocess.Popen[str]) -> None:
-        while not self._noted(f"{who}-updates"):
-            assert process.poll() is None, f"{who} ended without an update"
+    def _kill_in_update(self, who: str, process: subprocess.Popen[str], share: float) -> None:
+        """At ``share`` of the time that an update takes."""
+        while not (begun := self._when(f"{who}-updates")):
+            over = process.poll() is not None
+            assert not over or self._when(f"{who}-updates"), f"{who} ended without an update"
             time.sleep(0.001)
-        time.sleep(self.dice.uniform(0, self.window))
-        if self._noted(f"{who}-updated"):
-            self.window *= 0.8  # too late: that one is no kill
+        while time.time() < begun + share * self.window:
+            time.sleep(0.001)
+        if ended := self._when(f"{who}-updated"):
+            self.window = ended - begun  # too late: that one is no kill
             process.wait()
         else:
-            process.kill()
+            self._kill(process.pid)
             process.wait()
-            self.kills += 1
-            self.window *= 1.05
 
-    def _noted(self, name: str) -> bool:
-        return (self.project.notes / name).exists()
+    def _kill(self, pid: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(pid)
+
+    def _when(self, name: str) -> float:
+        """When a process noted that; 0 if it has not."""
+        try:
+            return (self.project.notes / name).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def _check(self, before: dict[tuple[str, str], int], generation: int) -> None:
         now, peak = self.project.peaks(), self.project.peak(generation)  # every file can be read
@@ -133,7 +141,7 @@ class Killer:
                 f"{name} has neither its old nor its new figure"
             )
         for who, said in self.said.items():
-            if self._noted(f"{who}-updated"):
+            if self._when(f"{who}-updated"):
                 ours = {name for name in now if name[1].startswith(f"test_x[{who}")}
                 new = [name for name in ours if now[name] != before.get(name)]
                 line = said.partition("vram baselines:")[2].partition("\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -59,10 +60,14 @@ def test_every_format_also_when_tests_fail(project, monkeypatch):
     assert [record.verdict for record in report.records] == ["ok", "over-budget"]
     assert "test_a.py::test_<wbr>" not in (out / "r.html").read_text()
     assert "test_too_large" in (out / "r.html").read_text()
-    rows = list(csv.DictReader((out / "r.csv").open()))
-    assert [int(row["peak_allocated"]) for row in rows] == [
+    rows = list(csv.DictReader(io.StringIO((out / "r.csv").read_text())))
+    assert [int(row["peak_allocated"]) for row in rows[:2]] == [
         record.ledger.peak_allocated for record in report.records
     ]
+    assert (rows[2]["nodeid"], rows[2]["verdict"]) == (
+        "test_a.py::test_skipped",
+        "skipped in setup",
+    )
     assert [one["check_name"] for one in json.loads((out / "r.codequality.json").read_text())] == [
         "vram/over-budget"
     ]
