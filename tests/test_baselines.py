@@ -206,8 +206,8 @@ def test_writers_at_the_same_time_keep_all_entries(tmp_path: Path) -> None:
 
 
 def test_killed_writers_lose_and_break_nothing(tmp_path: Path) -> None:
-    """Writers that are killed at random moments; ``tests/pytester/test_plugin_broken_runs.py`` kills
-    whole pytest runs, two hundred times in the slow stage."""
+    """Writers that are killed at random moments. Whole pytest runs are killed in
+    ``tests/pytester/test_plugin_broken_runs.py``, two hundred times in the slow stage."""
     kill_writers(tmp_path, kills=6, seed=0)
 
 
