@@ -268,7 +268,7 @@ class MarkedRun:
             verbosity=self.config.get_verbosity(),
         )
         if lines:
-            writer.section("vram")
+            writer.write_sep("=", "vram")
         moods = {"ok": {"green": True}, "warn": {"yellow": True}, "fail": {"red": True}}
         for line in lines:
             writer.write_line(line.text, **moods.get(line.mood, {}))

@@ -81,6 +81,11 @@ class TestRecord:
         return tuple(found for found in self.findings if found.severity == "fail")
 
     @property
+    def failed(self) -> bool:
+        """Whether something is wrong that was not expected: what is marked ``xfail`` may fail."""
+        return self.outcome != "xfailed" and bool(self.failures or self.outcome == "failed")
+
+    @property
     def skipped_steps(self) -> int:
         return sum(step.found_inf for step in self.scaler)
 

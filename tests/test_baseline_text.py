@@ -181,3 +181,13 @@ def test_the_fast_reader_agrees_with_yaml_on_damaged_files(new: str, at: int, cu
     fast = baseline_text._load_canonical(text)
     if fast is not None:
         assert baseline_text._load_any(text) == fast
+
+
+@pytest.mark.parametrize("length", [100, 129, 300, 900, 1200])
+def test_long_names_are_plain_keys_as_far_as_yaml_takes_them(length: int) -> None:
+    for name in (f"test[{'y' * length}]", f"test[{'y' * length}: 'é'\n]"):
+        text = dump({name: {"sim/x/torch-2.13": RECORD}}, "")
+        assert load(text)[name]["sim/x/torch-2.13"]["largest"] == RECORD["largest"]
+        assert ("\n  ? " in text) == (length > 1000)
+        if length < 1000 and "\n" not in name:
+            assert baseline_text._load_canonical(text) is not None

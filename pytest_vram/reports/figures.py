@@ -27,9 +27,14 @@ class Row:
 
 
 def mood(record: TestRecord) -> str:
-    if record.failures or record.outcome == "failed":
+    if record.failed:
         return "fail"
     return "ok" if record.verdict == "ok" else "warn"
+
+
+def verdict_text(record: TestRecord) -> str:
+    """``over-budget``; of a test that may fail ``over-budget (xfail)``."""
+    return f"{record.verdict} (xfail)" if record.outcome == "xfailed" else record.verdict
 
 
 def peak(record: TestRecord) -> int | None:

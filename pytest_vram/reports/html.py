@@ -110,6 +110,7 @@ def _test(at: int, record: TestRecord, report: Report) -> dict[str, Any]:
         "title": figures.title(record),
         "mood": mood,
         "sign": SIGNS[mood],
+        "verdict": figures.verdict_text(record),
         "open": mood == "fail" and at < UNFOLDED,
         "peak": figures.peak(record),
         "share": share,

@@ -123,7 +123,7 @@ def _cells(record: TestRecord) -> tuple[str, ...]:
         figures.change_text(now or 0, figures.stored_peak(record)),
         figures.change_text(now or 0, estimate),
         figures.scaler_text(record),
-        record.verdict,
+        figures.verdict_text(record),
     )
 
 
@@ -176,7 +176,7 @@ def _details(record: TestRecord, attempts: Sequence[TestRecord]) -> list[str]:
             said = [*said, "\n".join(lines)]
     return [
         f"<details{opened}><summary>{SIGNS[figures.mood(record)]} <code>{name}</code> "
-        f"{html.escape(record.verdict)}</summary>",
+        f"{html.escape(figures.verdict_text(record))}</summary>",
         "",
         f"{code(str(record.environment))}, numbers {figures.numbers_text(record)}",
         "",

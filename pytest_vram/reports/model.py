@@ -64,7 +64,7 @@ class Report:
 
     @property
     def failed(self) -> tuple[TestRecord, ...]:
-        return tuple(one for one in self.records if one.failures or one.outcome == "failed")
+        return tuple(one for one in self.records if one.failed)
 
     @property
     def lost(self) -> tuple[Unmeasured, ...]:
@@ -74,8 +74,7 @@ class Report:
     @property
     def warned(self) -> tuple[TestRecord, ...]:
         """Tests that did not fail but have something to say: their verdict is not ``ok``."""
-        failed = set(map(id, self.failed))
-        return tuple(one for one in self.records if one.verdict != "ok" and id(one) not in failed)
+        return tuple(one for one in self.records if one.verdict != "ok" and not one.failed)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-serialisable, as ``schema.json`` describes it; :meth:`from_dict` reads it back."""

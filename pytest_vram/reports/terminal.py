@@ -10,6 +10,7 @@ from textwrap import wrap
 
 from pytest_vram.quantities import format_bytes, format_percent, format_share
 from pytest_vram.record import TestRecord
+from pytest_vram.reports.figures import verdict_text
 from pytest_vram.session import LOST, Summary
 from pytest_vram.tables import largest_table, listed, moment_table
 from pytest_vram.uncertain import interval_lines, part_names
@@ -113,7 +114,7 @@ def _cells(record: TestRecord) -> tuple[str, ...]:
         format_percent(peak - before, before) if before is not None else "",
         format_percent(peak - estimate, estimate) if estimate is not None else "",
         scaler,
-        record.verdict,
+        verdict_text(record),
     )
 
 
@@ -130,7 +131,7 @@ def _short(gpu: str) -> str:
 
 
 def _mood(record: TestRecord) -> str:
-    if record.failures or record.outcome == "failed":
+    if record.failed:
         return "fail"
     return "ok" if record.verdict == "ok" else "warn"
 
