@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pytest_vram.bills import settle
+from pytest_vram.commands.checkpoints import Checkpoints
 from pytest_vram.ledger import Ledger
 from pytest_vram.observe import Observer
 from pytest_vram.sim.profiles import Profile
@@ -57,6 +58,12 @@ class DryRun:
     ended: str
     error: str = ""
     unknown: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def unused(self) -> bool:
+        """Nothing was ever allocated on the card."""
+        return not self.ledger.peak_allocated and not self.out_of_memory
 
     @property
     def out_of_memory(self) -> bool:
@@ -73,8 +80,9 @@ def dry_run(
     """
     started = time.perf_counter()
     simulation = Simulation(profile)
-    with _steady(), simulation:
-        observer = Observer(simulation)
+    checkpoints = Checkpoints()
+    with _steady(), simulation, checkpoints:
+        observer = Observer(simulation, from_start=True)
         with observer, _as_main(script), _stopping(observer, steps, limit) as stepped:
             ended, error, unknown = _run(script)
         if not error:
@@ -90,6 +98,7 @@ def dry_run(
         ended=ended,
         error=error,
         unknown=unknown,
+        notes=checkpoints.notes,
     )
 
 
@@ -143,7 +152,8 @@ def _as_main(script: Script) -> Iterator[None]:
 @contextlib.contextmanager
 def _stopping(observer: Observer, steps: int, limit: float) -> Iterator[set[int]]:
     """Stop before the forward that follows ``steps`` steps, or when time is up. Yields the numbers
-    of the steps in which an optimizer stepped, as they come."""
+    of the steps in which an optimizer stepped, as they come; of the steps with a backward where
+    there is no optimizer, and the script updates its parameters by hand."""
     until = time.monotonic() + limit if limit else float("inf")
     stepped: set[int] = set()
 
@@ -153,6 +163,7 @@ def _stopping(observer: Observer, steps: int, limit: float) -> Iterator[set[int]
     def before(*_: Any) -> None:
         if time.monotonic() > until:
             raise _Enough(f"the time limit of {limit:g} s was reached")
+        stepped.update(range(1, observer.by_hand + 1))
         if steps and len(stepped) >= steps:
             raise _Enough(f"{steps} training steps were seen")
 

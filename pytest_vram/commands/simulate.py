@@ -107,7 +107,8 @@ def _code(run: DryRun, steps: int) -> Exit:
         return Exit.UNKNOWN
     if run.error:
         return Exit.SCRIPT
-    return Exit.UNKNOWN if steps and not run.steps else Exit.YES
+    unseen = run.unused if run.steps else steps
+    return Exit.UNKNOWN if unseen else Exit.YES
 
 
 def to_dict(run: DryRun, profile: Profile, code: Exit) -> dict[str, Any]:
@@ -125,6 +126,7 @@ def to_dict(run: DryRun, profile: Profile, code: Exit) -> dict[str, Any]:
         "peak_allocated": run.ledger.peak_allocated,
         "peak_reserved": run.ledger.peak_reserved,
         "ledger": run.ledger.to_dict(),
+        "notes": list(run.notes),
     }
 
 
@@ -142,8 +144,11 @@ def show(run: DryRun, profile: Profile, code: Exit, steps: int) -> None:
     if run.unknown:
         say(run.unknown)
     say()
-    show_ledger(ledger)
-    if ledger.steps:
+    if not run.unused:
+        show_ledger(ledger)
+    for note in run.notes:
+        say(f"Note: {note}")
+    if ledger.steps and not run.unused:
         say()
         _show_steps(run)
     say()
@@ -159,7 +164,12 @@ def _conclusion(run: DryRun, profile: Profile, code: Exit, steps: int) -> str:
         return "What it would take cannot be told; the figures above end where the simulation did."
     if run.error:
         return "The script failed by itself; the figures above end there."
-    if code is Exit.UNKNOWN and steps:
+    if run.unused and (run.steps or steps):
+        return (
+            f"Nothing was put on {profile.name}: the script ran on the CPU. Does it want an option "
+            "such as --cuda or --device cuda?"
+        )
+    if code is Exit.UNKNOWN:
         return (
             "No optimizer stepped, so no training was seen (--steps 0 runs a script that does "
             "not train)."

@@ -49,12 +49,15 @@ class Observer:
     backward after an optimizer step, if the optimizer that steps next has stepped since the step
     began: a GAN with two optimizers, or accumulation over micro-batches, is one step. Which one
     steps next is known too late for the phase marks; :meth:`renumber` sets a finished Trace right.
+
+    ``from_start``: the program begins inside this context. If it makes no optimizer, it updates its
+    parameters by hand, and a forward after a backward begins the next step.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, from_start: bool = False) -> None:
         self._recorder = recorder
         self._names = ModuleNames()
-        self._steps = StepCounter()
+        self._steps = StepCounter(from_start=from_start)
         self._stack: list[int] = []  # ids of the modules that are running, outermost first
         self._backward_depth = 0
         self._scaling = 0  # GradScaler.step calls that are running
@@ -70,6 +73,11 @@ class Observer:
     def step(self) -> int:
         """The training step that runs now, from 1; 0 before the first."""
         return self._steps.number
+
+    @property
+    def by_hand(self) -> int:
+        """Steps of a program that began here and has made no optimizer; 0 where it has one."""
+        return self._steps.by_hand
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -19,7 +19,8 @@ class Segment:
 class StepCounter:
     """Counts training steps from what happened so far, and again when all is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, from_start: bool = False) -> None:
+        self._from_start = from_start  # every optimizer that there is has been met
         self.number = 0
         self.failed = False
         self._explicit = False
@@ -32,6 +33,14 @@ class StepCounter:
     def segment(self) -> int:
         """Index of the segment that runs now; -1 where none counts."""
         return -1 if self._explicit else len(self._segments) - 1
+
+    @property
+    def by_hand(self) -> int:
+        """Backwards so far of a program that has made no optimizer and updates its parameters
+        itself: there a forward after a backward begins the next step."""
+        if self._optimizers or not self._from_start:
+            return 0
+        return sum(segment.backward for segment in self._segments)
 
     def begin(self) -> None:
         self._explicit = True
@@ -54,7 +63,7 @@ class StepCounter:
 
     def work(self, backward: bool = False) -> None:
         """A forward or a backward begins."""
-        if not self._segments:
+        if not self._segments or (self.by_hand and self._segments[-1].backward and not backward):
             self._open(new_step=not self._explicit)
         elif self._segments[-1].stepped:
             waiting = {n for ref, n in self._optimizers.values() if ref() is not None}

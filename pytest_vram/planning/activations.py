@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pytest_vram.planning.shapes import ModelShape, PlanError, Tower
 from pytest_vram.planning.states import Lora, Precision
 
-Attention = Literal["flash", "explicit"]
+#: ``flash``: a fused kernel (flash, memory-efficient, cuDNN); ``math``: PyTorch's own composite
+#: inside ``scaled_dot_product_attention``; ``explicit``: the library's own softmax.
+Attention = Literal["flash", "math", "explicit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ def _norms(tower: Tower, f: Forward) -> Iterator[Saved]:
         else:
             yield Saved(f"{name} input in fp32", elements * 4)
             yield Saved(f"{name} statistics", f.tokens * 4)
+            if tower.norm_keeps_stream and p.residual != 4:
+                yield Saved(f"{name} input", elements * p.residual)
             if f.lora is None:
                 wide = 4 if tower.norm_fp32 else p.residual
                 yield Saved(f"{name} normalised", elements * wide)
@@ -135,7 +139,8 @@ def _norms(tower: Tower, f: Forward) -> Iterator[Saved]:
     yield Saved("attention input", elements * f.inputs(*readers))
     if tower.cross_attention:
         yield Saved("cross attention input", elements * f.inputs("q"))
-        yield Saved("encoder output", elements * f.inputs("k", "v"))
+        if p.cache:  # cast for each reader; without autocast all layers read one tensor
+            yield Saved("encoder output", elements * f.inputs("k", "v"))
     if tower.norms > 1 and not tower.experts:
         yield Saved("feed-forward input", elements * f.inputs(*ups))
     elif tower.experts:
@@ -149,14 +154,17 @@ def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
     from one fused matrix, v is a view that keeps all of it alive.
     """
     tokens, c = f.tokens, f.precision.compute
+    if tower.qk_norm:
+        rows = tower.query + tower.kv
+        yield Saved(f"{name} q, k norms", tokens * rows * (4 + c), cut=True)
+    if f.attention == "math":
+        yield from _math(tower, f, name)
+        return
     if tower.rotary and tower.fused_qkv:
         yield Saved(f"{name} fused qkv", tokens * (tower.query + 2 * tower.kv) * c, cut=True)
         yield Saved(f"{name} rotated q, k", tokens * (tower.query + tower.kv) * c, cut=True)
     else:
         yield Saved(f"{name} q, k, v", tokens * (tower.query + 2 * tower.kv) * c, cut=True)
-    if tower.qk_norm:
-        rows = tower.query + tower.kv
-        yield Saved(f"{name} q, k norms", tokens * rows * (4 + c), cut=True)
     yield Saved(f"{name} output", tokens * tower.query * c, cut=True)
     if f.lora and f.lora.hits("o") and f.lora.size != c and not f.precision.cache:
         yield Saved(f"{name} adapter input", tokens * tower.query * f.lora.size, cut=True)
@@ -164,24 +172,43 @@ def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
         yield Saved(f"{name} log-sum-exp", tokens * tower.heads * 4, cut=True)
     else:
         yield from _explicit(tower, f, name)
+    if tower.position_bias and name == "attention" and f.attention == "flash":
+        scores = f.sequence * f.sequence * tower.heads
+        yield Saved(f"{name} position bias", scores * c, cut=True, quadratic=True)
     if f.dropout:
         yield Saved(f"{name} residual dropout mask", tokens * tower.hidden)
 
 
-def _explicit(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
-    """Softmax over S x S scores: its output (fp32 in autocast and in transformers' eager path), a
-    copy in c for the product with v, and with dropout the mask and the dropped copy."""
-    scores, c = f.tokens * f.sequence * tower.heads, f.precision.compute
+def _math(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
+    """PyTorch's composite (``_scaled_dot_product_attention_math``,
+    aten/src/ATen/native/transformers/attention.cpp): scaled q, scaled and repeated k, repeated v
+    and the softmax, all in fp32 whatever the inputs are; the output in c."""
+    scores, wide = f.tokens * f.sequence * tower.heads, f.tokens * tower.query
+    yield Saved(f"{name} q, k, v in fp32", 3 * wide * 4, cut=True)
     yield Saved(f"{name} softmax", scores * 4, cut=True, quadratic=True)
+    yield Saved(f"{name} output", wide * f.precision.compute, cut=True)
+    if f.dropout:
+        yield Saved(f"{name} dropout", scores * (1 + 4), cut=True, quadratic=True)
+        yield Saved(f"{name} residual dropout mask", f.tokens * tower.hidden)
+
+
+def _explicit(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
+    """Softmax over S x S scores: its output (fp32 under autocast, and where the library asks for
+    it), and what the product with v reads: a copy in c, or with dropout the dropped copy and the
+    mask."""
+    scores, p = f.tokens * f.sequence * tower.heads, f.precision
+    c = p.compute
+    softmax = 4 if p.cache or tower.softmax_fp32 else c
+    yield Saved(f"{name} softmax", scores * softmax, cut=True, quadratic=True)
     if tower.kv_heads < tower.heads:
         extra = 2 * (tower.query - tower.kv) * f.tokens * c
         yield Saved(f"{name} repeated k, v", extra, cut=True)
-    if c != 4:
+    if f.dropout:
+        yield Saved(f"{name} dropout", scores * (1 + c), cut=True, quadratic=True)
+    elif softmax != c:
         yield Saved(f"{name} softmax cast", scores * c, cut=True, quadratic=True)
     if tower.softcap:
         yield Saved(f"{name} capped scores", scores * c, cut=True, quadratic=True)
-    if f.dropout:
-        yield Saved(f"{name} dropout", scores * (1 + c), cut=True, quadratic=True)
 
 
 def _mlp(tower: Tower, f: Forward, ffn: int, tokens: int, name: str) -> Iterator[Saved]:
@@ -191,33 +218,49 @@ def _mlp(tower: Tower, f: Forward, ffn: int, tokens: int, name: str) -> Iterator
     spelled-out tanh gelu of transformers five tensors, three of them fp32 under autocast because
     ``pow`` is on autocast's fp32 list.
     """
-    wide, p = tokens * ffn, f.precision
-    c = p.compute
-    kept = f.inputs("down")
+    wide, c, kept = tokens * ffn, f.precision.compute, f.inputs("down")
+    inner = _activation(tower, f)
+    relu = tower.activation == "relu"
     if tower.gated:
-        yield Saved(f"{name} gate", wide * c, cut=True)
+        yield Saved(f"{name} gate", wide * inner, cut=True)
         yield Saved(f"{name} activated gate", wide * c, cut=True)
         yield Saved(f"{name} up", wide * c, cut=True)
-    elif tower.activation == "gelu_new":
-        inner = 12 + 2 if p.cache else 4 * c
-        yield Saved(f"{name} spelled-out gelu", wide * inner, cut=True)
-    elif tower.activation != "relu":
-        yield Saved(f"{name} up", wide * c, cut=True)
-    elif kept != c:
+    elif relu and (kept != c or (tower.recast_down and f.precision.cache)):
         yield Saved(f"{name} relu", wide * c, cut=True)
+    elif not relu:
+        yield Saved(f"{name} up", wide * inner, cut=True)
     if kept:
         yield Saved(f"{name} down input", wide * kept, cut=True)
+    if f.dropout and tower.inner_dropout:
+        yield Saved(f"{name} dropout mask", wide, cut=True)
+        if relu and not tower.gated and not (tower.recast_down and f.precision.cache):
+            yield Saved(f"{name} dropped", wide * c, cut=True)
     if f.dropout:
         yield Saved(f"{name} residual dropout mask", tokens * tower.hidden)
 
 
+def _activation(tower: Tower, f: Forward) -> int:
+    """Bytes per element that the activation function keeps besides its output."""
+    c = f.precision.compute
+    if tower.activation == "gelu_new":
+        return 12 + 2 if f.precision.cache else 4 * c
+    return 0 if tower.activation == "relu" else c
+
+
 def _mixture(tower: Tower, f: Forward) -> Iterator[Saved]:
     """A mixture of experts: router probabilities, and for each token's ``top_k`` copies the input,
-    the feed-forward tensors and the weighted output. Assumes that no token is dropped."""
+    the feed-forward tensors and the weighted output. Assumes that no token is dropped.
+
+    Experts in one tensor are multiplied by ``grouped_mm``, which autocast does not cast
+    (aten/src/ATen/autocast_mode.h, PyTorch 2.13): they run in the parameters' type.
+    """
+    if tower.fused_experts and f.precision.cache:
+        p = f.precision
+        f = replace(f, precision=replace(p, cache=False, compute=p.parameter, linear_input=0))
     copies, c = f.tokens * tower.top_k, f.precision.compute
     yield Saved("router", f.tokens * tower.experts * 8)
     yield Saved("expert inputs", copies * tower.hidden * f.precision.input)
-    yield from _mlp(tower, f, tower.moe_ffn, copies, "experts")
+    yield from _mlp(tower, replace(f, dropout=0.0), tower.moe_ffn, copies, "experts")
     yield Saved("expert outputs", copies * tower.hidden * c)
 
 
@@ -279,6 +322,21 @@ def tower_bytes(
     step = min(recompute.step, layers) if recompute.kind == "every" else 1
     inputs = -(-layers // step) * layer_input(tower, f, sharding)
     return TowerActivations(inputs, step * max(mixed, dense) if tower.experts else step * dense)
+
+
+def tower_ends(shape: ModelShape, f: Forward, sharding: Sharding) -> int:
+    """What an encoder hands to the decoder: its final norm, its output, which all decoder layers
+    read, and the one zero bias of their cross attention (T5)."""
+    total = 0
+    for tower in shape.towers[:-1]:
+        elements, p = f.tokens * tower.hidden, f.precision
+        if shape.final_norm:
+            stream = 4 + p.residual if tower.norm == "rmsnorm" else p.residual
+            total += elements * stream + 8 * f.tokens
+        total += elements * p.residual
+        if tower.position_bias:
+            total += f.sequence * f.sequence * tower.heads * p.compute
+    return int(sharding.share(Saved("encoder's end", total)))
 
 
 def embedding_bytes(shape: ModelShape, f: Forward, sharding: Sharding) -> int:

@@ -77,6 +77,7 @@ def _gpt2(f: _Fields) -> ModelShape:
         ffn=f.get("n_inner", default=None) or 4 * hidden,
         activation=f.activation if f.get("activation_function") else "gelu_new",
         fused_qkv=True,
+        softmax_fp32=False,
     )
     positions = f.get("n_positions", "max_position_embeddings", "n_ctx", default=1024)
     return _assemble(f, tower, tied=True, positions=positions)
@@ -215,6 +216,7 @@ def _falcon(f: _Fields) -> ModelShape:
         ffn=f.get("ffn_hidden_size", default=None) or 4 * hidden,
         norms=f.get("num_ln_in_parallel_attn", default=2) if new else _falcon_norms(f),
         fused_qkv=True,
+        softmax_fp32=False,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
@@ -222,7 +224,7 @@ def _falcon(f: _Fields) -> ModelShape:
     )
     shape = _assemble(f, tower, tied=True)
     # One key/value head for all queries is more than the fused kernels take.
-    return _with(shape, attention="explicit") if kv_heads == 1 else shape
+    return _with(shape, attention="math") if kv_heads == 1 else shape
 
 
 def _falcon_norms(f: _Fields) -> int:
@@ -270,12 +272,10 @@ def _bloom(f: _Fields) -> ModelShape:
         hidden=hidden,
         heads=f.heads,
         ffn=4 * hidden,
-        activation="gelu_new",
-        fused_qkv=True,
+        fused_qkv=True,  # its gelu is an autograd function that keeps its input alone
     )
     shape = _assemble(f, tower, tied=True)
-    note = "planned with explicit attention; fused kernels keep up to 25 % less"
-    return _with(shape, embedding_norm=True, attention="explicit", notes=(note,))
+    return _with(shape, embedding_norm=True, attention="explicit")
 
 
 def _bert(f: _Fields) -> ModelShape:
@@ -286,6 +286,7 @@ def _bert(f: _Fields) -> ModelShape:
         ffn=f.need("intermediate_size"),
         activation=f.activation,
         causal=False,
+        softmax_fp32=False,
     )
     types = f.get("type_vocab_size", default=2)
     others = [Weight("token_types", (types, tower.hidden), "embedding")] if types else []
@@ -299,7 +300,7 @@ def _bert(f: _Fields) -> ModelShape:
         final_norm=False,
         embedding_norm=True,
         head_transform=masked,
-        upcast=False,
+        upcast="LMHead" in str(f.get("architectures", default="")),  # used as a decoder
         head_bias=masked or head["head"] == "classes",
         others=tuple(others),
     )
@@ -312,6 +313,7 @@ def _distilbert(f: _Fields) -> ModelShape:
         heads=f.need("n_heads", "num_attention_heads"),
         ffn=f.need("hidden_dim", "intermediate_size"),
         causal=False,
+        softmax_fp32=False,
     )
     shape = _assemble(f, tower, tied=True, positions=f.need("max_position_embeddings"))
     others = _dense("pre_classifier", tower.hidden) if shape.head == "classes" else []
@@ -340,6 +342,11 @@ def _t5(f: _Fields) -> ModelShape:
         "qkv_bias": False,
         "out_bias": False,
         "mlp_bias": False,
+        "norm_keeps_stream": True,
+        "position_bias": True,
+        "recast_down": True,
+        "softmax_fp32": False,
+        "inner_dropout": True,
     }
     layers = f.need("num_layers")
     encoder = Tower(layers=layers, causal=False, **common)
@@ -357,7 +364,7 @@ def _t5(f: _Fields) -> ModelShape:
         head_bias=head["head"] == "classes",
         others=tuple(others),
         upcast=False,
-        notes=("relative position biases are not planned: activations are 10 to 20 % higher",),
+        notes=("planned without a padding mask: with one, position biases are B times as large",),
         **head,
     )
 

@@ -94,6 +94,8 @@ def _weight(path: str, name: str, owner: nn.Module, tensor: Any) -> Weight:
         role = "embedding"
     elif len(shape) < 2:
         role = "norm" if "norm" in type(owner).__name__.lower() else "bias"
+    elif inner and len(shape) == 3 and "expert" in path.lower():
+        role = "expert"
     elif inner:
         role = "matrix"
         path = ".".join(LORA_NAMES.get(part, part) for part in path.split("."))
@@ -174,6 +176,7 @@ def _whole(module: nn.Module, tower: Tower) -> ModelShape:
         tied=tied,
         head="lm" if heads else "none",
         upcast=False,
+        repeats_kv=True,
     )
 
 

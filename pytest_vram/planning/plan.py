@@ -21,6 +21,7 @@ from pytest_vram.planning.activations import (
     embedding_bytes,
     head_bytes,
     tower_bytes,
+    tower_ends,
 )
 from pytest_vram.planning.shapes import ModelShape, PlanError, Weight
 from pytest_vram.planning.states import (
@@ -294,7 +295,9 @@ class _Rank:
     def low_precision_copies(self) -> int:
         """Autocast's cast of every fp32 matrix (the head's too), or FP8's quantised weights."""
         precision, shape = self.setup.precision, self.setup.shape
-        matrices = [w for w in self.base if w.role in ("matrix", "expert")]
+        fused = any(tower.fused_experts for tower in shape.towers)
+        inside = ("matrix",) if fused and precision.cache else ("matrix", "expert")
+        matrices = [w for w in self.base if w.role in inside]
         matrices += [w for w in self.base if w.role == "head" and len(w.shape) > 1]
         if shape.head == "lm" and shape.tied and self.last:
             matrices += [w for w in self.base if shape.is_vocabulary(w)]
@@ -325,6 +328,11 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
     own = [weight for weight in setup.shape.weights() if not weight.frozen]
     trained = setup.lora.weights(setup.shape.weights()) if setup.lora else own
     notes = list(setup.shape.notes)
+    if attention_kernel(setup) == "math" and setup.shape.attention != "math":
+        notes.append(
+            "no fused attention kernel takes grouped key/value heads in float32: planned with "
+            "PyTorch's math kernel and its S x S scores"
+        )
     if not setup.lora and sum(weight.total for weight in own) < parameters:
         notes.append("frozen layers: activations are planned as if every layer were trained")
     plan = Plan(
@@ -428,6 +436,7 @@ class _Flow:
             working = max(working, _working(setup, tower.ffn, tower.hidden, tower.heads))
         if rank.stage == 0:
             kept += embedding_bytes(setup.shape, forward, cut)
+            kept += tower_ends(setup.shape, forward, cut)
         kept *= flight
         if "activations" in setup.offload.what:
             kept = min(kept, 2 * kept // max(1, rank.layers))
@@ -450,10 +459,25 @@ def _forward(setup: Setup) -> Forward:
         batch=setup.batch,
         sequence=setup.tokens,
         precision=setup.precision,
-        attention="explicit" if setup.shape.attention == "explicit" else setup.attention,
+        attention=attention_kernel(setup),
         dropout=setup.dropout,
         lora=setup.lora,
     )
+
+
+def attention_kernel(setup: Setup) -> Attention:
+    """What runs when ``setup.attention`` is asked for.
+
+    PyTorch's fused kernels take grouped key/value heads in 16 bits only: the memory-efficient one,
+    the only one for fp32, does not (``sdp_utils.cpp``, ``check_grouped_query_attention``, PyTorch
+    2.13). What is left is the math kernel, whose scores are S x S.
+    """
+    shape = setup.shape
+    if setup.attention == "explicit" or shape.attention == "explicit":
+        return "explicit"
+    grouped = any(tower.kv_heads < tower.heads for tower in shape.towers)
+    unfused = grouped and setup.precision.compute == 4 and not shape.repeats_kv
+    return "math" if unfused or shape.attention == "math" else setup.attention
 
 
 def _working(setup: Setup, ffn: int, hidden: int, heads: int) -> int:
@@ -462,7 +486,7 @@ def _working(setup: Setup, ffn: int, hidden: int, heads: int) -> int:
     tokens = setup.batch * setup.tokens // setup.parallel.context
     c, r = setup.precision.compute, setup.precision.residual
     inner = 2 * tokens * ffn * c // setup.parallel.tensor
-    if setup.attention == "explicit" or setup.shape.attention == "explicit":
+    if attention_kernel(setup) != "flash":
         scores = tokens * setup.tokens * heads * (8 + c) // setup.parallel.tensor
         inner = max(inner, scores)
     return inner + 2 * tokens * hidden * r

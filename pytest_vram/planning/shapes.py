@@ -88,7 +88,12 @@ class Tower:
     moe_ffn: int = 0
     fused_experts: bool = False  #: one tensor for all experts, as current libraries keep them
     norm_fp32: bool = False  #: Gemma's RMSNorm multiplies by its weight in fp32
+    softmax_fp32: bool = True  #: the explicit softmax computes in fp32 whatever its input is
+    inner_dropout: bool = False  #: dropout inside the feed-forward block too (T5)
     softcap: bool = False  #: a tanh over the attention scores (Gemma 2)
+    norm_keeps_stream: bool = False  #: T5's RMSNorm multiplies the stream itself, not its fp32 copy
+    position_bias: bool = False  #: a learned bias over the scores, A S S of every layer (T5)
+    recast_down: bool = False  #: casts to the down matrix's type before autocast casts back (T5)
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn"):
@@ -210,7 +215,10 @@ class ModelShape:
     tokens_per_sample: int = 0  #: fixed sequence (ViT); 0: as asked
     pixels_per_sample: int = 0
     upcast: bool = True  #: the loss casts the logits to fp32 first, as transformers' causal loss
-    attention: Literal["", "explicit"] = ""  #: "explicit" where the library has nothing else
+    #: What the library does when fused attention is asked for, if not that: "explicit" where it has
+    #: nothing else, "math" where it calls the fused function with what no fused kernel takes.
+    attention: Literal["", "explicit", "math"] = ""
+    repeats_kv: bool = False  #: grouped heads are repeated before attention, not left to it
     counted: tuple[Weight, ...] = ()  #: a live module's own tensors; they replace the formula's
     notes: tuple[str, ...] = field(default=())
 

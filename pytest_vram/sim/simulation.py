@@ -22,13 +22,15 @@ from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.bounds import Uncertainty, Unknown
 from pytest_vram.sim.device import Recipe, SimMode, parts_of
+from pytest_vram.sim.distributed import one_rank
 from pytest_vram.sim.eager import run_eagerly
-from pytest_vram.sim.files import load_elsewhere
+from pytest_vram.sim.files import save_and_load
 from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import RULES, Card, Give, Out, Program, Span, Take, program
 from pytest_vram.sim.kernels.attention import Choice
 from pytest_vram.sim.kernels.fallback import declarations, fallback
 from pytest_vram.sim.kernels.versions import INSTALLED, WORKSPACE_VARIABLES, default_cudnn
+from pytest_vram.sim.ordinals import understand_ordinals
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
@@ -137,7 +139,9 @@ class Simulation:
                 held, lambda: self.mode.in_thread(directory), self._thread_ended
             )
             run_eagerly(held, stack, self._compiles)
-            load_elsewhere(held, lambda tensor: tensor.to(self.device))
+            understand_ordinals(held, stack)
+            one_rank(held)
+            save_and_load(held, self._upload)
             stack.enter_context(torch_cuda.installed(self))
             stack.enter_context(composites.installed(self))
             stack.enter_context(modules.installed(self))
@@ -145,6 +149,11 @@ class Simulation:
             self._calibrate()
             self._stack = stack.pop_all()
         return self
+
+    def _upload(self, value: torch.Tensor) -> torch.Tensor:
+        """A host tensor's copy on the card, also while the modes are set aside."""
+        with self.mode:
+            return value.to(self.device)
 
     def __exit__(self, *exc: Any) -> None:
         stack = self._stack

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from pytest_vram.sim.files import mark_as_on_card
+
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -72,6 +74,12 @@ class SimTensor(FakeTensor):
             f"dtype={self.dtype}{grad})"
         )
 
+    def __format__(self, format_spec: str) -> str:
+        # Tensor.__format__ reads the item of plain tensors only (torch/_tensor.py).
+        if self.dim() == 0:
+            return format(self.detach().item(), format_spec)
+        return object.__format__(self, format_spec)
+
     def tolist(self) -> Any:
         return self.fake_mode.host_values(self).tolist()  # type: ignore[attr-defined]
 
@@ -98,6 +106,8 @@ class SimTensor(FakeTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled (``torch.save``) as a host tensor: known values, else the policy's."""
         value: torch.Tensor = self.fake_mode.host_values(self)  # type: ignore[attr-defined]
+        if self.is_cuda:
+            value = mark_as_on_card(value)
         if getattr(self, "_is_param", False):
             value = torch.nn.Parameter(value, requires_grad=self.requires_grad)
         return value.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -73,7 +73,13 @@ def test_flash_attention_keeps_the_log_sum_exp_instead_of_scores():
 
 @pytest.mark.parametrize(
     ("precision", "dropout", "per_score"),
-    [("bf16", 0.0, 4 + 2), ("bf16-plain", 0.1, 4 + 2 + 1 + 2), ("fp32", 0.0, 4), ("fp32", 0.1, 9)],
+    [
+        ("bf16", 0.0, 4 + 2),
+        ("bf16-plain", 0.1, 4 + 1 + 2),
+        ("bf16-plain", 0.0, 4 + 2),
+        ("fp32", 0.0, 4),
+        ("fp32", 0.1, 9),
+    ],
 )
 def test_explicit_attention_keeps_scores(precision, dropout, per_score):
     items = layer_saved(GPT, forward(precision, attention="explicit", dropout=dropout))

@@ -1,0 +1,89 @@
+"""What a simulated script saves: shapes without values, which nobody may mistake for a model."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class Checkpoints:
+    """While it is entered, ``torch.save`` and safetensors leave files alone that are there already
+    (a simulated run must not overwrite a trained model), and what they write is removed on leaving:
+    until then the script finds its own files as it expects them."""
+
+    def __init__(self) -> None:
+        self._written: dict[Path, None] = {}
+        self._spared: dict[Path, None] = {}
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each thing that happened to a file."""
+        notes = []
+        if self._spared:
+            notes.append(f"not overwritten, there are no values to save: {_names(self._spared)}")
+        if self._written:
+            notes.append(f"saved without values, and removed again: {_names(self._written)}")
+        return tuple(notes)
+
+    def __enter__(self) -> Checkpoints:
+        self._replace(torch, "save")
+        if importlib.util.find_spec("safetensors") is not None:
+            self._replace(importlib.import_module("safetensors.torch"), "serialize_file")
+        return self
+
+    def _replace(self, module: Any, name: str) -> None:
+        """Wrap a function that writes its first argument to the file that its second one names."""
+        save = getattr(module, name)
+        self._undo.callback(setattr, module, name, save)
+        setattr(module, name, self._around(save))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._undo.close()
+        for path in self._written:
+            path.unlink(missing_ok=True)
+
+    def _around(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        def saving(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            path = _path(f)
+            if path is None:
+                save(obj, f, *args, **kwargs)
+            elif path in self._written or not path.exists():
+                if path.parent.is_dir():  # else saving fails, and says why
+                    self._written[path] = None
+                save(obj, f, *args, **kwargs)
+            else:
+                self._spared[path] = None
+
+        return saving
+
+
+def _path(f: Any) -> Path | None:
+    """The file that ``f`` names; ``None`` for a buffer."""
+    return Path(f).absolute() if isinstance(f, (str, os.PathLike)) else None
+
+
+def _names(paths: dict[Path, None], most: int = 3) -> str:
+    shown = [_short(path) for path in list(paths)[:most]]
+    rest = len(paths) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory where it lies below it."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
