@@ -1,4 +1,4 @@
-"""``torch.save``, ``torch.load`` and safetensors where the device that a file names is not there."""
+"""Saving and loading where the device that a file names is not there: ``torch`` and safetensors."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def save_and_load(held: Patches, move: Move) -> None:
             storage._on_card = _goes_to_card(map_location, location)
             return storage
 
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return load(f, place, *args, **kwargs)
 
     def rebuilding(storage: Any, *view: Any) -> torch.Tensor:
-        tensor: torch.Tensor = rebuild(storage, *view)
+        tensor: torch.Tensor = rebuild(storage, *view)  # type: ignore[no-untyped-call]
         untyped = storage._untyped_storage
         if not getattr(untyped, "_on_card", False):
             return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import textwrap
@@ -12,8 +13,16 @@ from click.testing import CliRunner
 from pytest_vram.cli import main
 from pytest_vram.commands.search import bisect
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
+
+def _trained() -> bytes:
+    file = io.BytesIO()
+    torch.save({"weight": torch.full((256, 256), 0.5)}, file)
+    return file.getvalue()
+
+
+TRAINED = _trained()
 TRAIN = """
     import argparse, sys
     import torch
@@ -171,8 +180,6 @@ def test_the_snapshot_it_writes_can_be_explained(script, tmp_path):
 def test_the_process_is_left_as_it_was(script):
     import sys
 
-    import torch
-
     argv, path, current = list(sys.argv), list(sys.path), sys.modules["__main__"]
     run("simulate", script())
     assert (sys.argv, sys.path, sys.modules["__main__"]) == (argv, path, current)
@@ -224,3 +231,48 @@ def test_bisection(limit, low, high, best):
 
     assert bisect(works, low, high) == best
     assert len(asked) == len(set(asked)) <= 26
+
+
+BY_HAND = """
+    import torch
+    from torch import nn
+    model = nn.Linear(256, 256).cuda()
+    for step in range(100):
+        model.zero_grad()
+        model(torch.ones(8, 256, device="cuda")).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        torch.save(model.state_dict(), "model.pt")
+        torch.save(model.state_dict(), f"step{step}.pt")
+        model.load_state_dict(torch.load("model.pt", map_location="cpu"), strict=False)
+"""
+
+
+def test_a_script_without_an_optimizer_steps_by_hand(script):
+    result = run("simulate", script(BY_HAND))
+    assert result.exit_code == 0, result.output
+    assert "3 training steps were seen." in " ".join(result.output.split())
+    assert [line.split()[0] for line in result.output.splitlines()[-5:-2]] == ["1", "2", "3"]
+
+
+def test_checkpoints_leave_no_trace(script, tmp_path):
+    """A trained model is not overwritten by shapes without values, and none is left behind."""
+    name = script(BY_HAND)
+    (tmp_path / "model.pt").write_bytes(TRAINED)
+    result = run("simulate", name)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "not overwritten, there are no values to save: model.pt" in text
+    assert "saved without values, and removed again: step0.pt, step1.pt, step2.pt" in text
+    assert (tmp_path / "model.pt").read_bytes() == TRAINED
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "train.py"]
+
+
+def test_a_script_that_stays_on_the_cpu(script):
+    name = script(TRAIN.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"cpu"'))
+    result = run("simulate", "--gpu", "t4", name)
+    assert result.exit_code == 3
+    text = " ".join(result.output.split())
+    assert "Nothing was put on t4: the script ran on the CPU." in text
+    assert "Fits" not in text

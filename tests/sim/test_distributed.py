@@ -1,0 +1,43 @@
+"""One rank of a data-parallel run."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from pytest_vram.sim.profiles import find_profile  # noqa: E402
+from pytest_vram.sim.simulation import Simulation  # noqa: E402
+
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (3, 8)])
+def test_data_parallel_training_holds_its_buckets(monkeypatch, rank, ranks):
+    """Buckets are copies of all gradients: reducer.hpp, ``gradient_as_bucket_view=False``."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with Simulation(find_profile("t4")):
+        torch.distributed.init_process_group("nccl")
+        try:
+            assert torch.distributed.get_rank() == rank
+            assert torch.distributed.get_world_size() == ranks
+            model = nn.Linear(1024, 1024).cuda()
+            alone = torch.cuda.memory_allocated()
+            parallel = nn.parallel.DistributedDataParallel(model, device_ids=[0])
+            buckets = torch.cuda.memory_allocated() - alone
+            assert buckets == pytest.approx(alone, abs=1 << 20)
+            parallel(torch.ones(2, 1024, device="cuda")).sum().backward()
+            assert model.weight.grad.is_cuda
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def test_a_single_spawned_process_runs_here():
+    seen = []
+    with Simulation(find_profile("t4")):
+        torch.multiprocessing.spawn(lambda rank, name: seen.append((rank, name)), ("a",), 1)
+    assert seen == [(0, "a")]
