@@ -285,8 +285,8 @@ What closed libraries add (cuDNN's workspaces) is left out on both sides: it is 
 To make the figures again: `python tests/conformance/page.py simulate` with each PyTorch, then \
 `python tests/conformance/page.py`. Where a row differs, \
 `python tests/conformance/align.py --program NAME --card a100` (after `make stub`) runs the \
-program both ways, aligns what the two allocators were asked for, and prints the first and the largest \
-differences with operator, size, likely cause and the rule to look at."""
+program both ways, aligns what the two allocators were asked for, and prints the first and the \
+largest differences with operator, size, likely cause and the rule to look at."""
 
 
 def _summary(rows: list[Row]) -> str:
