@@ -35,6 +35,7 @@ from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.sim.threads import FollowedThreads
+from pytest_vram.sim.triton_kernels import skip_launches
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
 
 _RANK = {bill: rank for rank, bill in enumerate(BILLS)}
@@ -139,6 +140,7 @@ class Simulation:
                 held, lambda: self.mode.in_thread(directory), self._thread_ended
             )
             run_eagerly(held, stack, self._compiles)
+            skip_launches(held, self._say, lambda span: self._note(span, -1, None))
             understand_ordinals(held, stack)
             one_rank(held)
             save_and_load(held, self._upload)
@@ -371,9 +373,12 @@ class Simulation:
         )
 
     def _compiles(self, note: str, open_ended: bool) -> None:
+        self._say(note)
+        self.uncertainty.compiled(open_ended)
+
+    def _say(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
-        self.uncertainty.compiled(open_ended)
 
     def adjust(self, name: str, *arguments: Any, **options: Any) -> None:
         """The program changes how the allocator goes on: ``empty_cache``, a memory fraction ..."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +19,7 @@ from pytest_vram.sim.kernels.fallback import (
     assume_scratch,
     is_plain,
 )
+from pytest_vram.sim.triton_kernels import NOTE
 from pytest_vram.trace import Bounds
 from pytest_vram.trace import Trace as Recorded
 
@@ -365,3 +368,64 @@ def _operators() -> list[str]:
 def test_elementwise_operators_and_views_are_plain(name: str) -> None:
     packet, _, overload = name.partition(".")
     assert is_plain(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+
+
+# ---- Triton, or what stands in for it
+
+
+class Kernel:
+    """As ``triton.runtime.jit.JITFunction``: launching it needs a card."""
+
+    def run(self, *args: object, grid: object, warmup: bool, **options: object) -> None:
+        raise AssertionError("launched")
+
+
+class Tuned:
+    """As ``triton.runtime.autotuner.Autotuner``."""
+
+    def __init__(self, configs: int, restored: list[str]) -> None:
+        self.configs, self.restore_value = list(range(configs)), restored
+
+    def run(self, *args: object, **options: object) -> None:
+        raise AssertionError("tuned")
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in (("jit", {"JITFunction": Kernel}), ("autotuner", {"Autotuner": Tuned})):
+        module = types.ModuleType(f"triton.runtime.{name}")
+        vars(module).update(kind)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("triton")
+def test_kernels_are_not_launched_on_simulated_tensors() -> None:
+    def body(gpu: Simulation) -> None:
+        Kernel().run(torch.empty(8, device="cuda"), 8, grid=(1,), warmup=False)
+
+    trace = trace_of(body)
+    assert trace.notes == (NOTE,)
+    assert trace.bounds is None
+    with pytest.raises(AssertionError, match="launched"):
+        trace_of(lambda gpu: Kernel().run(torch.empty(8), 8, grid=(1,), warmup=False))
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    ("configs", "restored", "high"),
+    [(1, [], "known"), (4, [], 264 * MIB), (4, ["out"], None)],
+)
+def test_tuning_takes_a_buffer_once(configs: int, restored: list[str], high: object) -> None:
+    def body(gpu: Simulation) -> None:
+        held = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+        kernel = Tuned(configs, restored)
+        kernel.run(held)
+        kernel.run(held)
+
+    found = bounds_of(body)
+    if high == "known":
+        assert found is None
+        return
+    assert found is not None
+    assert found.allocated == (8 * MIB, high)
+    assert [(part.part, part.calls) for part in found.parts] == [("Triton autotuning", 1)]
