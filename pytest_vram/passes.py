@@ -355,6 +355,9 @@ class Seeds:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+        self.restore_torch()
+
+    def restore_torch(self) -> None:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)

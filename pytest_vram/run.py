@@ -26,7 +26,7 @@ from pytest_vram.settings import Settings, find_gpu
 from pytest_vram.verdict import in_order, judge_memory, out_of_memory
 
 if TYPE_CHECKING:
-    from pytest_vram.passes import Body, Outcome
+    from pytest_vram.passes import Body, Outcome, Seeds
 
 #: What a test raises when it fails. Skips, exits and Ctrl-C end the item instead.
 FAILURES: tuple[type[BaseException], ...] = (Exception, pytest.fail.Exception)
@@ -79,10 +79,9 @@ class ItemRun:
 
     def _run(self, original: Callable[[], None]) -> None:
         __tracebackhide__ = True
-        body = self._body(original)
         try:
             with shown_from(self.item.config.rootpath):
-                self._device_passes(body)
+                self._device_passes(original)
         except NoDeviceError as problem:
             self.vram.attach(None)
             pytest.fail(f"VRAM not checked: {problem}", pytrace=False)
@@ -92,10 +91,8 @@ class ItemRun:
         if error is not None:
             raise error
 
-    def _body(self, original: Callable[[], None]) -> Body:
-        from pytest_vram.passes import Body, Seeds
-
-        seeds = Seeds()
+    def _body(self, original: Callable[[], None], seeds: Seeds) -> Body:
+        from pytest_vram.passes import Body
 
         def run() -> None:
             __tracebackhide__ = True
@@ -123,10 +120,26 @@ class ItemRun:
         instance = getattr(self.item, "instance", None)
         return [*values.values(), getattr(instance, "__dict__", None)]
 
-    def _device_passes(self, body: Body) -> None:
-        from pytest_vram import passes
+    def _device_passes(self, original: Callable[[], None]) -> None:
+        """All passes. Random states are afterwards what an ordinary run leaves; where none ran for
+        real, PyTorch's are what they were: a simulation draws no numbers for large tensors."""
+        import torch
+
+        from pytest_vram.passes import Seeds
 
         index = choose_cuda(self.settings, self.worker)
+        if index is not None:
+            torch.cuda.init()  # the card's random state exists from then on
+        seeds = Seeds()
+        try:
+            self._passes_on(index, self._body(original, seeds))
+        finally:
+            if self._real is None:
+                seeds.restore_torch()
+
+    def _passes_on(self, index: int | None, body: Body) -> None:
+        from pytest_vram import passes
+
         if index is None:
             profile = find_gpu(self.settings, self.settings.profile_name(self.budget.gpu))
             self._environment = self._explained(environment("sim", profile.name))

@@ -561,3 +561,74 @@ def test_x(vram):
     )
     # The user's line is shown, not ours.
     result.stdout.no_fnmatch_line("*training.py:*")
+
+
+RANDOM = """
+import hashlib, random
+import numpy
+
+def states():
+    python = repr(random.getstate()).encode()
+    kind, keys, place, *rest = numpy.random.get_state()
+    parts = (python, keys.tobytes() + bytes([place % 256]), torch.get_rng_state().numpy().tobytes())
+    return [hashlib.sha256(part).hexdigest()[:12] for part in parts]
+
+def report(name):
+    with open("states.txt", "a") as file:
+        print(name, *states(), file=file)
+
+def test_before():
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    report("before")
+
+@pytest.mark.vram_budget("1 GiB", steps=1)
+def test_x(vram):
+    random.random(), numpy.random.rand(), torch.rand(3)
+    # large enough to be simulated on the host
+    model = nn.Linear(1000, 1000).to(vram.device)
+    x = F.dropout(torch.randn(8, 1000, device=vram.device))
+    vram.train(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: model(x).sum())
+
+def test_after():
+    report("after")
+"""
+
+
+def test_random_states_afterwards_are_those_of_an_ordinary_run(project: Project) -> None:
+    project.write(RANDOM)
+    seen = []
+    for cpu, arguments in ((False, ["--no-vram"]), (True, []), (False, [])):
+        assert outcomes(project.run(*arguments, cpu=cpu)) == {"passed": 3}
+        seen.append((project.path / "states.txt").read_text().splitlines())
+        (project.path / "states.txt").unlink()
+    ordinary, real, simulated = seen
+    assert real == ordinary
+    # where nothing ran for real, PyTorch's state is what it was
+    python, numpy, _ = ordinary[1].split()[1:]
+    before = ordinary[0].split()[3]
+    assert simulated == [ordinary[0], f"after {python} {numpy} {before}"]
+    assert ordinary[1].split()[3] != before
+
+
+def test_every_pass_begins_with_the_seeds_that_a_plugin_sets(project: Project) -> None:
+    """As pytest-randomly does: seeds are set when the call begins, before the passes."""
+    project.write(
+        """
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    torch.manual_seed(42)
+""",
+        "conftest.py",
+    )
+    project.write("""
+drawn = []
+
+@pytest.mark.vram_budget("1 GiB")
+def test_x():
+    drawn.append(torch.rand(4).tolist())
+    loop("cuda")
+
+def test_y():
+    assert drawn == [torch.rand(4).tolist()] * 2
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 2}
