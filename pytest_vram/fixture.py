@@ -160,6 +160,7 @@ class Vram:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A stretch of an own loop with a peak of its own: ``with vram.phase("forward"):``."""
+        __tracebackhide__ = True
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"a phase needs a name, not {name!r}")
         return self._running().phase(name)
@@ -167,6 +168,7 @@ class Vram:
     def assume_selected(self, share: float) -> AbstractContextManager[None]:
         """Within it, a simulated mask whose values nobody knows selects ``share`` (0 to 1) of its
         elements in ``nonzero``, ``masked_select`` and indexing; passes with values ignore it."""
+        __tracebackhide__ = True
         from pytest_vram.sim.selection import assume_selected
 
         return assume_selected(share)

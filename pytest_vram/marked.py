@@ -189,7 +189,8 @@ class MarkedRun:
             return report
         # An attribute of the report travels from xdist's workers to the controller.
         report.vram_record = run.record.to_dict() if run.record is not None else {}  # type: ignore[attr-defined]
-        if call.when == "call":
+        # Subtests make reports of the call while it runs.
+        if run.record is not None or call.when == "teardown":
             run.release()
         return report
 

@@ -122,7 +122,7 @@ def _ceiling(value: Any) -> int | None:
 
 
 def _precision(value: Any) -> str:
-    if value not in PRECISIONS:
+    if not isinstance(value, str) or value not in PRECISIONS:
         raise ValueError(f"expected one of {', '.join(PRECISIONS)}")
     return str(value)
 

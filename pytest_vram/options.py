@@ -124,14 +124,17 @@ def add_options(parser: pytest.Parser) -> None:
         default=None,
         help="missing and stale baselines, and improvements, fail (ini: vram_strict)",
     )
+    categories = (*CATEGORIES, "all")
     add(
         _UPDATE,
-        *(f"{_UPDATE}={category}" for category in (*CATEGORIES, "all")),
+        f"{_UPDATE}={'|'.join(categories)}",  # for people: in --help, and where one is misspelt
         dest="vram_update",
         action=_Update,
         help="write baselines of tests that pass everything else: new and changed ones, or only "
         "the given category (repeatable)",
     )
+    for category in categories:
+        add(f"{_UPDATE}={category}", dest="vram_update", action=_Update, help=argparse.SUPPRESS)
     add(
         "--vram-dry-run",
         action="store_true",

@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", HELP)
     plugin = Plugin(config)
     config.pluginmanager.register(plugin, "vram-run")
-    if plugin.enabled and any_given(config.getoption, config.getini):
+    if plugin.enabled and any_given(config.getoption, plugin.ini):
         plugin.run()
     if plugin.enabled and not plugin.worker and config.getoption("dist", "no") != "no":
         config.pluginmanager.register(Controller(plugin), "vram-controller")
@@ -66,13 +66,20 @@ class Plugin:
             config = self.config
             try:
                 settings = read_settings(
-                    lambda name: config.getoption(name, None), config.getini, config.rootpath
+                    lambda name: config.getoption(name, None), self.ini, config.rootpath
                 )
             except SettingsError as error:
                 raise pytest.UsageError(str(error)) from None
             self._run = MarkedRun(config, settings)
             config.pluginmanager.register(self._run, "vram-marked")
         return self._run
+
+    def ini(self, name: str) -> Any:
+        """An ini setting. :raises pytest.UsageError: pytest cannot read it as what it is to be."""
+        try:
+            return self.config.getini(name)
+        except (ValueError, pytest.UsageError) as error:
+            raise pytest.UsageError(f"{name}: {error}") from None
 
     @property
     def begun(self) -> MarkedRun | None:

@@ -80,6 +80,9 @@ def read_settings(option: Callable[[str], Any], ini: Callable[[str], Any], root:
         return Settings(rootdir=root, enabled=False)
     strict = option("vram_strict")
     gpus = tuple(_named("vram_gpus", _own_gpu, line) for line in ini("vram_gpus") or ())
+    for number, gpu in enumerate(gpus):
+        if gpu.name in {other.name for other in gpus[:number]}:
+            raise SettingsError(f"vram_gpus: GPU {gpu.name!r} is given twice")
     settings = Settings(
         rootdir=root,
         device=_named("--vram-device", parse_device, text("vram_device", "auto")),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
 
 from pytest_vram.places import is_library, is_package
+
+#: What stands in PyTorch between a call and the mode that answers it.
+_DISPATCH = re.compile(
+    r"[/\\]torch[/\\](_dynamo|_subclasses|_ops\.py|_compile\.py|utils[/\\]_stats)"
+)
 
 
 def without_plugin(error: BaseException) -> BaseException:
@@ -39,6 +45,8 @@ def _kept(traceback: TracebackType | None) -> TracebackType | None:
         path = traceback.tb_frame.f_code.co_filename
         if is_package(path):
             behind_plugin = True
+            while entries and _DISPATCH.search(entries[-1].tb_frame.f_code.co_filename):
+                entries.pop()
         elif not behind_plugin or not is_library(path):
             behind_plugin = False
             entries.append(traceback)

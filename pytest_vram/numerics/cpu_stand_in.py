@@ -22,9 +22,11 @@ from torch.utils._device import _device_constructors
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import load_elsewhere
+from pytest_vram.sim.frames import user_line
 from pytest_vram.sim.patching import Patches, patches
 from pytest_vram.sim.threads import FollowedThreads
-from pytest_vram.sim.torch_cuda import Event, Stream
+from pytest_vram.sim.torch_cuda import Event, Stream, scatter_to_one
+from pytest_vram.sim.values import NoSimulatedKernel
 
 #: The mark on tensors that are "on the GPU". Not a subclass: type(x) is what the user expects.
 _MARK = "_vram_on_cuda"
@@ -290,6 +292,13 @@ class _Context:
     def __exit__(self, *exc: Any) -> None: ...
 
 
+class _NoGraph:
+    """``torch.cuda.CUDAGraph``: a CPU records nothing that it could replay."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NoSimulatedKernel(f"torch.cuda.CUDAGraph at {user_line()}: a CPU replays no graphs")
+
+
 def _patch_cuda(held: Patches) -> None:
     nothing = lambda *a, **k: None  # noqa: E731
     zero = lambda *a, **k: 0  # noqa: E731
@@ -318,11 +327,20 @@ def _patch_cuda(held: Patches) -> None:
         initial_seed=zero,
         memory_stats=lambda device=None: _zeros(),
         memory_snapshot=lambda *a, **k: [],
-        mem_get_info=lambda device=None: (80 << 30, 80 << 30),
+        mem_get_info=lambda device=None: (79 << 30, 80 << 30),
         is_current_stream_capturing=lambda: False,
         memory_summary=lambda *a, **k: "",
+        CUDAGraph=_NoGraph,
         **dict.fromkeys(_NOTHING, nothing),
         **dict.fromkeys(_FIGURES, zero),
+    )
+    held.replace(torch.cuda.graphs, CUDAGraph=_NoGraph)
+    held.set(torch.nn.DataParallel, "scatter", scatter_to_one)
+    held.replace(
+        torch.cuda.memory,
+        _record_memory_history=nothing,
+        _snapshot=lambda *a, **k: {"segments": [], "device_traces": [[]]},
+        _dump_snapshot=nothing,
     )
     # Its arguments are parsed before any mode is asked.
     held.set(Tensor, "record_stream", nothing)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pytest_vram.sim import inplace, shapes
+from pytest_vram.sim import errors, inplace, shapes
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.device import HANDLERS
 from pytest_vram.sim.kernels import attention, batchnorm, rnn
@@ -124,6 +124,8 @@ def _to(
     """``to_impl`` of TensorConversions.cpp, with devices compared as Python sees them."""
     target = self.device
     if device is not None:
+        if device.type == "cuda" and device.index not in (None, 0):
+            raise errors.no_such_device()
         target = CUDA if device.type in ("cuda", "meta") else device
     same = target == self.device and dtype in (None, self.dtype)
     formatted = (

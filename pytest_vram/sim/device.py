@@ -476,7 +476,9 @@ def _meant(device: Any) -> torch.device:
         current = torch.get_default_device()
         return META if current.type == "meta" else CUDA
     if device.type == "cuda":
-        return CUDA if device.index in (None, 0) else device
+        if device.index not in (None, 0):
+            raise errors.no_such_device()
+        return CUDA
     return CPU if device.type == "cpu" else device
 
 

@@ -13,8 +13,17 @@ from pytest_vram.sim.tensors import CPU
 #: as well.
 DEVICES_DIFFER = "Expected all tensors to be on the same device, but found at least two devices"
 
+#: As the CUDA runtime says it (c10/cuda/CUDAException.cpp).
+NO_SUCH_DEVICE = "CUDA error: invalid device ordinal"
+
 #: Arguments up to this many elements are given to the host's kernel to hear what it says.
 _SMALL = 1 << 20
+
+
+def no_such_device() -> Exception:
+    """For a tensor on ``cuda:1``: there is one card."""
+    kind = getattr(torch, "AcceleratorError", RuntimeError)  # since 2.8
+    return kind(NO_SUCH_DEVICE)
 
 
 def as_the_card_says(

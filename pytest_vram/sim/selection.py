@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,11 +25,16 @@ _MASKS = (torch.bool, torch.uint8)
 _share: ContextVar[float | None] = ContextVar("share", default=None)
 
 
-@contextlib.contextmanager
-def assume_selected(share: float) -> Iterator[None]:
+def assume_selected(share: float) -> AbstractContextManager[None]:
     """Unknown masks select ``share`` (0 to 1) of their elements, rounded to the nearest."""
-    if not 0 <= share <= 1:
+    __tracebackhide__ = True
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"a share lies between 0 and 1, not {share!r}")
+    return _selecting(share)
+
+
+@contextlib.contextmanager
+def _selecting(share: float) -> Iterator[None]:
     token = _share.set(share)
     try:
         yield

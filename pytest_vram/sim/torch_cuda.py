@@ -22,6 +22,7 @@ import torch
 import torch.backends.cudnn.rnn
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_map_only
 
 from pytest_vram.sim import pools
 from pytest_vram.sim.patching import Patches, patches
@@ -147,6 +148,16 @@ class _Device:
     def __exit__(self, *exc: Any) -> None: ...
 
 
+def scatter_to_one(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+    """``torch.nn.DataParallel.scatter`` on one card: it takes the whole batch."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cuda", non_blocking=True)
+
+    both: tuple[Any, Any] = tree_map_only(torch.Tensor, move, (inputs, kwargs or {}))
+    return (both[0],), (both[1],)
+
+
 def _index(device: Any) -> int:
     """The index of a named device; only ``cuda:0`` exists."""
     if device is None:
@@ -255,6 +266,7 @@ def _device_queries(held: Patches, simulation: Any) -> None:
         _cuda_clearCublasWorkspaces=simulation.clear_workspaces,
     )
     pools.install(held, simulation)
+    held.set(torch.nn.DataParallel, "scatter", scatter_to_one)
     nvtx = torch.cuda.nvtx
     held.replace(
         nvtx,

@@ -64,6 +64,7 @@ def test_x(vram):
         "pytest_vram/",
         "fake_tensor",
         "_subclasses",
+        "_dynamo",
         "_meta_registrations",
         "log call",
     ):
@@ -81,6 +82,69 @@ def test_x(vram):
     result = project.run("-rf", cpu=True)
     assert outcomes(result) == {"failed": 1}
     result.stdout.fnmatch_lines(["FAILED *RuntimeError: Expected all tensors to be on the sa*"])
+
+
+def test_there_is_one_card(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    torch.ones(2, device="cuda:1")
+
+{BUDGET}
+def test_y(vram):
+    nn.Linear(2, 2).to("cuda:1")
+""")
+    result = project.run("--tb=short", cpu=True)
+    assert outcomes(result) == {"failed": 2}
+    found = re.findall("^E .*Error: CUDA error: invalid device ordinal$", result.stdout.str(), re.M)
+    assert len(found) == 2
+    result.stdout.no_fnmatch_line("*_dynamo*")
+
+
+def test_graphs_are_simulated_and_not_run_on_the_cpu(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    vram.train(*build(vram.device))
+    graph = torch.cuda.CUDAGraph()
+""")
+    result = project.run(cpu=True)
+    assert outcomes(result) == {"passed": 1}
+    result.stdout.fnmatch_lines(
+        [
+            "test_x: numbers were not checked: torch.cuda.CUDAGraph at test_a.py:* test_x: a CPU "
+            "replays no graphs"
+        ]
+    )
+
+
+def test_data_parallel_on_one_card(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    model, optimizer, _ = build(vram.device)
+    parallel = nn.DataParallel(model)
+    vram.train(model, optimizer, lambda: parallel(torch.ones(4, 64)).sum())
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 1}
+
+
+def test_subtests(project: Project) -> None:
+    """pytest 9 reports each of them while the test runs."""
+    project.write(f"""
+import unittest
+
+{BUDGET}
+class TestU(unittest.TestCase):
+    def test_x(self):
+        for width in (16, 32):
+            with self.subTest(width=width):
+                loop("cuda", width)
+""")
+    result = project.run(cpu=True)
+    assert outcomes(result)["passed"] == 1
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["  TestU::test_x *a100-80gb *ok"])
 
 
 def test_out_of_memory_can_be_caught_as_on_a_card(project: Project) -> None:
