@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from pytest_vram.sim.autocast import CastPolicy
+from pytest_vram.sim.distributed import one_rank
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import load_elsewhere
 from pytest_vram.sim.frames import user_line
@@ -59,6 +60,7 @@ class CpuStandIn(TorchFunctionMode):
             held.set(Tensor, "pin_memory", lambda self, *args, **kwargs: self)
             _patch_default_device(held, self)
             FollowedThreads(held, self.in_thread)
+            one_rank(held)  # a CPU has no NCCL, and the other ranks are not there
             held.set(nn.Parameter, "__new__", _marking_parameter(nn.Parameter.__new__))
             _patch_autocast(held, self.policy, self._stack)
             super().__enter__()  # type: ignore[no-untyped-call]

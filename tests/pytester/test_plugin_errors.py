@@ -129,6 +129,24 @@ def test_x(vram):
     assert outcomes(project.run(cpu=True)) == {"passed": 1}
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_one_rank_of_a_distributed_run(project: Project, backend: str) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram, tmp_path):
+    store = f"file://{{tmp_path}}/store"
+    torch.distributed.init_process_group("{backend}", init_method=store, rank=0, world_size=1)
+    try:
+        model, optimizer, _ = build(vram.device)
+        parallel = nn.parallel.DistributedDataParallel(model, device_ids=[0])
+        x = torch.ones(4, 64, device=vram.device)
+        vram.train(model, optimizer, lambda: parallel(x).sum())
+    finally:
+        torch.distributed.destroy_process_group()
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 1}
+
+
 def test_subtests(project: Project) -> None:
     """pytest 9 reports each of them while the test runs."""
     project.write(f"""
