@@ -269,16 +269,16 @@ class MarkedRun:
             verbosity=self.config.get_verbosity(),
         )
         if lines:
-            writer.write_sep("=", "vram")
+            writer.section("vram")
         moods = {"ok": {"green": True}, "warn": {"yellow": True}, "fail": {"red": True}}
         for line in lines:
-            writer.write_line(line.text, **moods.get(line.mood, {}))
+            writer.line(line.text, **moods.get(line.mood, {}))
         if self.report is not None and os.environ.get("GITHUB_ACTIONS") == "true":
             from pytest_vram.reports.github import annotate
 
             workspace = os.environ.get("GITHUB_WORKSPACE", "")
             for text in annotate(self.report, self.config.rootpath, workspace):
-                writer.write_line(text)
+                writer.line(text)
 
 
 def plain_id(item: pytest.Item) -> str:

@@ -7,7 +7,7 @@ there is nothing here but text, and what the text means is read elsewhere (:mod:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,6 +99,20 @@ class _Update(argparse.Action):
         given = list(getattr(namespace, self.dest) or [])
         given.append((option_string or "").partition("=")[2])
         setattr(namespace, self.dest, given)
+
+
+def check_update(arguments: Iterable[object]) -> None:
+    """argparse would call an unknown category an "ignored explicit argument".
+
+    :raises pytest.UsageError: with the categories there are.
+    """
+    for argument in map(str, arguments):
+        name, sign, category = argument.partition("=")
+        if name == _UPDATE and sign and category not in (*CATEGORIES, "all"):
+            import pytest
+
+            known = ", ".join(CATEGORIES)
+            raise pytest.UsageError(f"{argument}: expected {known} or all, or no category")
 
 
 def add_options(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_vram.options import HELP, MARKER, add_options, any_given
+from pytest_vram.options import HELP, MARKER, add_options, any_given, check_update
 
 if TYPE_CHECKING:
     from pytest_vram.fixture import Vram
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from pytest_vram.notes import Notes
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
+    check_update(config.invocation_params.args if config is not None else ())
     add_options(parser)
 
 

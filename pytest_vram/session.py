@@ -60,6 +60,8 @@ class Summary:
     refusals: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    #: Stale tests whose figures a test without a baseline has: old id -> new id.
+    renamed: dict[str, str] = field(default_factory=dict)
     #: Marked tests that should have run and have no figures: ids by what became of them.
     missing: dict[str, list[str]] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)  #: files of reports
@@ -174,6 +176,7 @@ class Session:
                     categories += ["pruned"] * len(stale)
                 else:
                     summary.stale = [f"{edit.module}::{edit.test}" for edit in stale]
+                    summary.renamed = self._renamed(stale)
                     summary.failed = summary.failed or (settings.strict and bool(stale))
         if settings.update:
             self._write(edits, categories)
@@ -268,6 +271,28 @@ class Session:
                 if f"{module}::{test}" not in marked and module not in marked
             ]
         return edits
+
+    def _renamed(self, stale: list[Edit]) -> dict[str, str]:
+        """Where exactly one new test has exactly the figures of one that is gone."""
+        from pytest_vram.comparison import record_of
+
+        names = ("peak_allocated", "peak_reserved", "live_after_step", "bills")
+        new = [
+            (one.nodeid, one.environment.key, record_of(one.ledger, one.environment))
+            for one in self.records
+            if one.stored is None and one.ledger is not None
+        ]
+        found = {}
+        for edit in stale:
+            stored = self.store.tests(edit.module)[edit.test]
+            same = [
+                nodeid
+                for nodeid, key, now in new
+                if key in stored and all(stored[key].get(name) == now[name] for name in names)
+            ]
+            if len(same) == 1:
+                found[f"{edit.module}::{edit.test}"] = same[0]
+        return found
 
     def _exists(self, module: str) -> bool:
         return (self.settings.rootdir / module).is_file()

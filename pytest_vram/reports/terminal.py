@@ -277,7 +277,11 @@ def _updates(summary: Summary, verbosity: int) -> list[Line]:
         lines.append(
             Line(f"{tests} of tests that are gone: pytest --vram-update=prune removes them", mood)
         )
-        lines += [Line(f"  {name}", mood) for name in summary.stale]
+        for name in summary.stale:
+            new = summary.renamed.get(name)
+            lines.append(Line(f"  {name}", mood))
+            if new is not None:
+                lines.append(Line(f"    renamed? the figures of {new} are the same", mood))
     if summary.update:
         lines.append(Line(f"vram baselines: {summary.update}", "ok"))
     lines += [Line(f"vram baselines: {refusal}", "warn") for refusal in summary.refusals]
