@@ -15,8 +15,6 @@ from pytest_vram.trace import BILLS
 WIDTH = 78
 #: Allocations, and further changes, that a text shows.
 SHOWN = 5
-#: Where less room than this is left on a line, what an allocation came from begins a new one.
-_LEAST = 30
 
 
 def baseline_table(before: Record, ledger: Ledger, comparison: Comparison) -> list[str]:
@@ -89,10 +87,8 @@ def allocations(rows: Iterable[tuple[str, Live]]) -> list[str]:
     lines = []
     for figure, tensor, parts in made:
         line = f"  {figure:>{first}}  {tensor:<{second}}"
-        below = column
-        if WIDTH - column < max(map(len, parts), default=0) or WIDTH - column < _LEAST:
-            lines.append(line.rstrip())
-            line, below = "", 2 + first + 2
+        longest = max(map(len, parts), default=0)
+        below = column if longest <= WIDTH - column else 2 + first + 2
         lines += _filled(line, parts, below, "  ")
     return lines
 
@@ -100,16 +96,14 @@ def allocations(rows: Iterable[tuple[str, Live]]) -> list[str]:
 def listed(title: str, parts: Sequence[str]) -> list[str]:
     """``title one, two, three``, on as many lines as that takes."""
     commas = [f"{part}," for part in parts[:-1]] + list(parts[-1:])
-    return _filled(title, commas, 4, " ", start=" ")
+    return _filled(title, commas, 4, " ")
 
 
-def _filled(
-    line: str, parts: Iterable[str], indent: int, gap: str, start: str | None = None
-) -> list[str]:
+def _filled(line: str, parts: Iterable[str], indent: int, gap: str) -> list[str]:
     """``parts`` one after the other behind ``line``, further lines ``indent`` in. One that no line
     can hold loses its beginning: the end tells most of a module's name or a path."""
     lines = []
-    between = start if start is not None else " " * max(0, indent - len(line))
+    between = gap
     for part in parts:
         if len(part) > WIDTH - indent:
             part = "…" + part[-(WIDTH - indent - 1) :]
