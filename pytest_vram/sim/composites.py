@@ -16,7 +16,7 @@ import torch
 
 from pytest_vram.sim import errors, inplace, shapes
 from pytest_vram.sim.autocast import operators, register_kernel
-from pytest_vram.sim.device import HANDLERS
+from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.kernels import attention, batchnorm, rnn
 from pytest_vram.sim.tensors import CUDA
 

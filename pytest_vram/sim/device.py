@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -30,12 +30,24 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from pytest_vram.places import shown_from
 from pytest_vram.sim import errors, inplace, layouts, values
 from pytest_vram.sim.frames import storing_item
-from pytest_vram.sim.kernels import RULES, Card, Span, attention, convolution, rnn
+from pytest_vram.sim.handlers import HANDLERS
+from pytest_vram.sim.kernels import RULES, Card, Span, attention, convolution
+from pytest_vram.sim.recipes import (
+    RECIPES,
+    Argument,
+    CallKey,
+    Fresh,
+    Recipe,
+    Uncacheable,
+    ViewOf,
+    add_to_key,
+    make_recipe,
+)
 from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
 
 aten = torch.ops.aten
@@ -67,27 +79,6 @@ class StorageLedger(Protocol):
     def uncertain(self, tensor: SimTensor, span: Span, func: Any = None) -> None: ...
 
 
-class Recipe:
-    """What an operator returns for arguments of given shapes, and the kernel program that goes
-    with it (per card, filled in by the ledger).
-
-    ``outputs``: per flat output ``None``, ``("arg", position)`` (returned as it came),
-    ``("new", shape, stride, dtype, device, bytes)`` or
-    ``("view", position, shape, stride, offset, dtype, device)``; positions count the flat tensor
-    arguments. ``packing``: ``None`` for a single tensor, else ``tuple`` or ``list``.
-    """
-
-    __slots__ = ("outputs", "packing", "programs")
-
-    def __init__(self, outputs: list[Any], packing: type | None) -> None:
-        self.outputs = outputs
-        self.packing = packing
-        self.programs: dict[tuple[Any, ...], Any] = {}
-
-
-#: Shapes are a property of PyTorch, not of a card or a run, so all simulations share the recipes.
-_RECIPES: dict[Any, Recipe] = {}
-_RECIPE_LIMIT = 200_000
 _NOT_CACHEABLE: set[OpOverload] = {
     aten.set_.source_Tensor,
     aten.set_.source_Storage_storage_offset,
@@ -104,19 +95,11 @@ _NOT_CACHEABLE: set[OpOverload] = {
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
-_SCALARS = (int, float, bool, str, type(None), complex)
-_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def _has_kernel(func: OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))  # type: ignore[no-untyped-call]
-
-
-class _Uncacheable(Exception):  # noqa: N818
-    pass
 
 
 class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -193,7 +176,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._slow(func, types, args, kwargs)
         try:
             key, tensors, on_gpu, simulated = self._scan(func, args, kwargs)
-        except _Uncacheable:
+        except Uncacheable:
             key = None
             tensors = [
                 leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
@@ -226,7 +209,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         tensors: list[torch.Tensor],
         on_gpu: bool,
     ) -> Any:
-        recipe = _RECIPES.get(key) if key is not None else None
+        recipe = RECIPES.get(key) if key is not None else None
         if recipe is not None:
             result, flat = self._from_recipe(recipe, tensors)
         else:
@@ -262,11 +245,9 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         flat = self._adopt_outputs(func, args, kwargs, result)
         recipe = None
         if key is not None and self._may_cache(func):
-            recipe = _make_recipe(result, flat, tensors)
+            recipe = make_recipe(result, flat, tensors)
             if recipe is not None:
-                if len(_RECIPES) > _RECIPE_LIMIT:
-                    _RECIPES.clear()
-                _RECIPES[key] = recipe
+                RECIPES.remember(key, recipe)
         return result, flat, recipe
 
     def _slow(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -352,61 +333,27 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _scan(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[torch.Tensor], bool, bool]:
+    ) -> tuple[CallKey | None, list[torch.Tensor], bool, bool]:
         """The call's key, its flat tensor arguments, whether any is on the GPU, any simulated."""
-        key: list[Any] = [func]
+        flat: list[Any] = []
         tensors: list[torch.Tensor] = []
-        self._key_of(args, key, tensors)
+        add_to_key(args, flat, tensors)
         if kwargs:
             for name, value in kwargs.items():
-                key.append(name)
-                self._key_of((value,), key, tensors)
+                flat.append(name)
+                add_to_key((value,), flat, tensors)
         on_gpu = simulated = False
         for tensor in tensors:
             if type(tensor) is SimTensor:
                 simulated = True
                 if tensor.__dict__["_fake_device"] is CUDA or tensor.is_cuda:
                     on_gpu = True
+        layout = None
         if func in CONVOLUTIONS:  # cuDNN or not decides the layout of results
-            key.append((self.ledger.card, torch._C._get_cudnn_enabled()))
-        # Factories, and integers that become floating point (x / 2), ask for the default.
-        key.append(torch.get_default_dtype())
-        key.append(torch.is_inference_mode_enabled())
-        return tuple(key), tensors, on_gpu, simulated
-
-    def _key_of(self, items: Sequence[Any], key: list[Any], tensors: list[torch.Tensor]) -> None:
-        for item in items:
-            kind = type(item)
-            if kind is SimTensor:
-                if item.layout is not torch.strided:
-                    raise _Uncacheable
-                tensors.append(item)
-                key.append(
-                    (
-                        item.shape,
-                        item.stride(),
-                        item.dtype,
-                        item.storage_offset(),
-                        item.__dict__["_fake_device"],
-                    )
-                )
-            elif kind in _SCALARS:
-                key.append(kind)
-                key.append(item)
-            elif kind in (list, tuple, torch.Size):
-                key.append(len(item))
-                self._key_of(item, key, tensors)
-            elif kind in _PLAIN:
-                key.append(item)
-            elif isinstance(item, torch.Tensor):
-                if item.layout is not torch.strided or item.is_quantized or item.is_nested:
-                    raise _Uncacheable
-                tensors.append(item)
-                key.append((item.shape, item.stride(), item.dtype, item.storage_offset(), "host"))
-            elif isinstance(item, torch.Generator):
-                key.append("generator")
-            else:
-                raise _Uncacheable
+            layout = (self.ledger.card, torch._C._get_cudnn_enabled())
+        inference = torch.is_inference_mode_enabled()
+        key = CallKey(func, tuple(flat), torch.get_default_dtype(), inference, layout)
+        return key, tensors, on_gpu, simulated
 
     def _from_recipe(self, recipe: Recipe, tensors: list[torch.Tensor]) -> tuple[Any, list[Any]]:
         made: list[Any] = []
@@ -414,26 +361,26 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if out is None:
                 made.append(None)
                 continue
-            kind = out[0]
-            if kind == "new":
-                elem = torch.empty_strided(out[1], out[2], dtype=out[3], device=META)
-                tensor = wrap(self, elem, out[4])
-            elif kind == "arg":
-                tensor = tensors[out[1]]
-            elif torch.is_inference_mode_enabled() and not tensors[out[1]].is_inference():
+            tensor: torch.Tensor
+            if isinstance(out, Fresh):
+                elem = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device=META)
+                tensor = wrap(self, elem, out.device)
+            elif isinstance(out, Argument):
+                tensor = tensors[out.position]
+            elif torch.is_inference_mode_enabled() and not tensors[out.position].is_inference():
                 with torch.inference_mode(False):  # a view of an ordinary tensor is one too
-                    tensor = self._view(tensors[out[1]], out)
+                    tensor = self._view(tensors[out.position], out)
             else:
-                tensor = self._view(tensors[out[1]], out)
+                tensor = self._view(tensors[out.position], out)
             made.append(tensor)
         if recipe.packing is None:
             return made[0], made
         return recipe.packing(made), made
 
-    def _view(self, base: torch.Tensor, out: Any) -> SimTensor:
-        elem = torch.empty(0, dtype=out[5], device=META)
-        elem.set_(base.untyped_storage(), out[4], out[2], out[3])
-        return wrap(self, elem, out[6])
+    def _view(self, base: torch.Tensor, out: ViewOf) -> SimTensor:
+        elem = torch.empty(0, dtype=out.dtype, device=META)
+        elem.set_(base.untyped_storage(), out.offset, out.shape, out.stride)
+        return wrap(self, elem, out.device)
 
     # -- devices ----------------------------------------------------------------------------
 
@@ -496,61 +443,6 @@ def parts_of(mode: FakeTensorMode, tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _make_recipe(result: Any, flat: list[Any], tensors: list[torch.Tensor]) -> Recipe | None:
-    """A recipe for outputs that are plainly new tensors, arguments or views of arguments."""
-    if isinstance(result, torch.Tensor):
-        packing = None
-    elif type(result) in (tuple, list):
-        packing = type(result)
-        if len(result) != len(flat):
-            return None
-    elif result is None:
-        return None
-    else:
-        return None
-    places = {id(t): n for n, t in enumerate(tensors)}
-    if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in flat):
-        return None
-    storages = {_storage_key(t): n for n, t in enumerate(tensors) if isinstance(t, FakeTensor)}
-    outputs: list[Any] = []
-    new: set[int] = set()
-    for out in flat:
-        if out is None:
-            outputs.append(None)
-            continue
-        if not isinstance(out, SimTensor) and id(out) not in places:
-            return None
-        if id(out) in places:
-            outputs.append(("arg", places[id(out)]))
-            continue
-        if out.is_conj() or out.is_neg() or out.layout is not torch.strided:
-            return None
-        storage = out.untyped_storage()
-        shape, stride, device = tuple(out.shape), out.stride(), out.__dict__["_fake_device"]
-        if storage._cdata in storages:
-            position = storages[storage._cdata]
-            outputs.append(
-                ("view", position, shape, stride, out.storage_offset(), out.dtype, device)
-            )
-            continue
-        if storage._cdata in new or out.storage_offset() != 0:
-            return None
-        new.add(storage._cdata)
-        again = torch.empty_strided(shape, stride, dtype=out.dtype, device=META)
-        if again.untyped_storage().nbytes() != storage.nbytes():
-            return None
-        outputs.append(("new", shape, stride, out.dtype, device, storage.nbytes()))
-    return Recipe(outputs, packing)
-
-
-#: Operators that need more than shapes: func -> handler(mode, func, args, kwargs) -> result or
-#: NotImplemented.
-HANDLERS: dict[Any, Callable[[SimMode, Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-
 _FACTORIES = {
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "empty_strided", "eye",
     "empty_permuted", "normal", "new_empty", "new_zeros", "new_ones", "new_full",
@@ -573,125 +465,3 @@ def _too_large(func: Any, args: tuple[Any, ...]) -> bool:
                 count *= size
             return count > REAL_ON_HOST
     return False
-
-
-def _handles(*overloads: Any) -> Callable[[Any], Any]:
-    def register(function: Any) -> Any:
-        for overload in overloads:
-            HANDLERS[overload] = function
-        return function
-
-    return register
-
-
-@_handles(aten._local_scalar_dense.default)
-def _read_scalar(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return values.scalar(args[0])
-
-
-@_handles(aten.equal.default)
-def _read_equal(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return values.equal(args[0], args[1])
-
-
-@_handles(aten.record_stream.default)
-def _record_stream(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    mode.ledger.record_stream(args[0], args[1])
-    return None
-
-
-@_handles(aten._pin_memory.default, aten.pin_memory.default)
-def _pin(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0]
-
-
-@_handles(aten.lift_fresh.default, aten.lift.default)
-def _lift(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.tensor(...)``: data that the program wrote down, so its values are known."""
-    return args[0]
-
-
-@_handles(aten._to_copy.default)
-def _to_copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    source, target = args[0], kwargs.get("device")
-    here = isinstance(source, SimTensor)
-    if target is None or target.type == source.device.type:
-        return NotImplemented
-    if target.type == "cpu" and here:
-        return values.to_host(mode, source, kwargs)
-    if not here and target.type == "cuda" and source.layout is torch.strided:
-        return _upload(mode, func, source, kwargs)
-    return NotImplemented
-
-
-def _upload(mode: SimMode, func: Any, source: torch.Tensor, kwargs: Any) -> SimTensor:
-    """A host tensor goes to the GPU: a new block, and the value kept beside it if small."""
-    shape_of = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=META)
-    options = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format") and v is not None}
-    elem = torch.ops.aten._to_copy.default(shape_of, **options)
-    tensor = wrap(mode, elem, CUDA)
-    mode.ledger.operator(func, (source,), kwargs, [tensor], None, True)
-    values.remember(tensor, source, options.get("dtype"))
-    return tensor
-
-
-@_handles(aten.copy_.default, aten._copy_from_and_resize.default)
-def _copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    target, source = args[0], args[1]
-    if isinstance(target, SimTensor):
-        return NotImplemented
-    values.fill_host(target, source)
-    return target
-
-
-@_handles(aten._pack_padded_sequence.default)
-def _pack(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Packing reads the lengths, which lie on the host."""
-    source, lengths, batch_first = args
-    known = values.known(lengths)
-    if known is None or not isinstance(source, SimTensor):
-        return NotImplemented
-    ends = [int(length) for length in known]
-    if min(ends) <= 0:
-        raise RuntimeError("Length of all samples has to be greater than 0")
-    sizes = rnn.packed_sizes(ends)
-    rest = source.shape[2:]
-    elem = torch.empty((sum(ends), *rest), dtype=source.dtype, device=META)
-    data = wrap(mode, elem, source.device)
-    mode.ledger.operator(func, (source, known, batch_first), kwargs, [data], None, source.is_cuda)
-    return data, torch.tensor(sizes, dtype=torch.int64)
-
-
-@_handles(
-    *[
-        op
-        for op in (getattr(getattr(aten, "_grouped_mm", None), "default", None),)
-        if op is not None
-    ]
-)
-def _grouped_mm(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """PyTorch's meta kernel only knows bfloat16; CUDA multiplies the groups one by one in any
-    floating type (native/cuda/GroupedBlas.cpp, ``_grouped_mm_fallback``)."""
-    first, second = args[0], args[1]
-    if first.dtype is torch.bfloat16 or first.dtype is not second.dtype:
-        return NotImplemented
-    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-    groups = offsets.shape[0] if offsets is not None else 0
-    if first.dim() == 2 and second.dim() == 2:
-        shape: tuple[int, ...] = (groups, first.shape[0], second.shape[1])
-    elif first.dim() == 2:
-        shape = (first.shape[0], second.shape[2])
-    elif second.dim() == 2:
-        shape = (first.shape[1], second.shape[1])
-    else:
-        shape = (first.shape[0], first.shape[1], second.shape[2])
-    out = wrap(mode, torch.empty(shape, dtype=first.dtype, device=META), CUDA)
-    mode.ledger.operator(func, args, kwargs, [out], None, True)
-    return out
-
-
-def tree_tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-__all__ = ["HANDLERS", "Recipe", "SimMode", "StorageLedger", "tree_map", "tree_tensors"]

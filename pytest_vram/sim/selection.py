@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from pytest_vram.sim import values
-from pytest_vram.sim.device import HANDLERS, SimMode
+from pytest_vram.sim.device import SimMode
+from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.tensors import CUDA, META, SimTensor, wrap
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pytest_vram.sim import values
-from pytest_vram.sim.device import HANDLERS
+from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.tensors import CUDA, wrap
 from pytest_vram.sim.tensors import META as META_DEVICE
 

@@ -21,7 +21,7 @@ from pytest_vram.sim import composites, inplace, modules, selection, torch_cuda
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory, Listener
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.bounds import Uncertainty, Unknown
-from pytest_vram.sim.device import Recipe, SimMode, parts_of
+from pytest_vram.sim.device import SimMode, parts_of
 from pytest_vram.sim.distributed import one_rank
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import save_and_load
@@ -33,6 +33,7 @@ from pytest_vram.sim.kernels.versions import INSTALLED, WORKSPACE_VARIABLES, def
 from pytest_vram.sim.ordinals import understand_ordinals
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
+from pytest_vram.sim.recipes import ProgramKey, Recipe
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.sim.threads import FollowedThreads
 from pytest_vram.sim.triton_kernels import skip_launches
@@ -336,13 +337,11 @@ class Simulation:
             self._free(index)
 
     def _program(
-        self, func: Any, args: Any, kwargs: Any, outputs: list[Any], recipe: Any
+        self, func: Any, args: Any, kwargs: Any, outputs: list[Any], recipe: Recipe | None
     ) -> Program | None:
-        key = (self._card_key, *_switches(), declarations())
-        if recipe is not None:
-            known = recipe.programs.get(key, False)
-            if known is not False:
-                return known  # type: ignore[no-any-return]
+        key = ProgramKey(self._card_key, _switches(), declarations())
+        if recipe is not None and key in recipe.programs:
+            return recipe.programs[key]
         flat = [out if isinstance(out, torch.Tensor) else None for out in outputs]
         steps = program(func, args, kwargs, flat, self.card)
         if steps is None and func not in RULES:
