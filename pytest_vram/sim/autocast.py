@@ -130,7 +130,7 @@ class CastPolicy:
             isinstance(value, torch.Tensor)
             and value.dtype.is_floating_point
             and value.dtype is not torch.float64
-            and value.device.type == self.device_type
+            and _device_type(value) == self.device_type
         )
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
@@ -294,6 +294,15 @@ def called(operator: Any, values: list[Any], named: dict[str, Any]) -> Any:
             del value
 
 
+def _device_type(value: torch.Tensor) -> str:
+    """Where a tensor lives; one that ``torch.func`` wrapped asks C++, so what it wraps is asked."""
+    found = value.device.type
+    while found == "meta" and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+        found = value.device.type
+    return found
+
+
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -310,7 +319,9 @@ def _override() -> dict[str, bool]:
     return {"allow_override": True} if "allow_override" in accepted else {}
 
 
-def register_kernel(library: Any, name: str, kernel: Callable[..., Any], key: str) -> None:
+def register_kernel(
+    library: Any, name: str, kernel: Callable[..., Any], key: str, with_keyset: bool = False
+) -> None:
     """``Library.impl`` over an existing kernel; the library's ``_destroy`` brings that one back."""
     import warnings
 
@@ -319,4 +330,4 @@ def register_kernel(library: Any, name: str, kernel: Callable[..., Any], key: st
         torch.library._impls.discard(f"{library.ns}/{name}/{key}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
-        library.impl(name, kernel, key, **_override())
+        library.impl(name, kernel, key, with_keyset=with_keyset, **_override())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pytest_vram.sim import errors, inplace, shapes
+from pytest_vram.sim import errors, inplace, products, shapes
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.kernels import attention, batchnorm, rnn
@@ -34,6 +34,8 @@ def installed(simulation: Any) -> Iterator[None]:
         for name in shapes.CUDA_KERNELS:
             if operators([name]) and not has_cuda_kernel(name):
                 register_kernel(library, name, shapes.kernel_of_cuda, "CUDA")
+        for name, function in products.kernels().items():
+            register_kernel(library, name, function, "AutogradCUDA", with_keyset=True)
         for name, function in replacements(simulation).items():
             for _, operator in operators([name]):
                 register_kernel(library, name, function, "AutogradCUDA")

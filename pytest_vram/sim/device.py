@@ -78,6 +78,8 @@ class StorageLedger(Protocol):
 
     def uncertain(self, tensor: SimTensor, span: Span, func: Any = None) -> None: ...
 
+    def maker(self, tensor: torch.Tensor) -> str: ...
+
 
 _NOT_CACHEABLE: set[OpOverload] = {
     aten.set_.source_Tensor,
@@ -217,7 +219,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if made is None:
                 return result
             flat = made
-        if inplace.takes_over(func, args, self.added_in_place):
+        if inplace.takes_over(func, args, self.added_in_place, self.ledger.maker):
             self.ledger.in_place(func, args, kwargs, result)
         else:
             self.ledger.operator(func, args, kwargs, flat, recipe, on_gpu)

@@ -60,9 +60,17 @@ def _caller() -> FrameType | None:
 
 
 def called_by_engine() -> bool:
-    """Whether C++ autograd itself called the operator: no Python code between it and the engine."""
+    """Whether C++ autograd itself called the operator: no Python code between it and the engine.
+
+    Not the engine of a ``torch.func`` transform: there the tensors are wrapped on a card too, so
+    C++ takes the same branches as here (ATen/TensorSubclassLikeUtils.h).
+    """
     frame = _caller()
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    if frame is None or frame.f_code.co_name != "_engine_run_backward":
+        return False
+    while frame is not None and frame.f_code.co_filename.startswith(_ENGINE_CALLERS):
+        frame = frame.f_back
+    return frame is None or not frame.f_code.co_filename.startswith(_FUNCTORCH)
 
 
 def storing_item() -> bool:
@@ -71,6 +79,8 @@ def storing_item() -> bool:
     return frame is not None and frame.f_code.co_code[frame.f_lasti] == _STORE_SUBSCR
 
 
+_ENGINE_CALLERS = (os.path.join(_TORCH, "autograd"), os.path.join(_HERE, "sim"))
+_FUNCTORCH = os.path.join(_TORCH, "_functorch")
 _STORE_SUBSCR = dis.opmap["STORE_SUBSCR"]
 
 #: What stands between an operator and our dispatch when Python did not call it.

@@ -18,30 +18,49 @@ from pytest_vram.sim.tensors import SimTensor, is_dense
 aten = torch.ops.aten
 
 #: Nodes that write into a tensor which is always their own, and how their names begin; the same
-#: operators called by other nodes do copy (such as ``index_put`` of its own backward).
-#: ``_index_put_impl_``: ``index_backward``; ``scatter_add_``: ``gather_backward`` and
-#: ``cummaxmin_backward``; ``scatter_``: ``value_selecting_reduction_backward``
-#: (FunctionsManual.cpp, TensorAdvancedIndexing.cpp, ReduceOps.cpp).
+#: operators called by other nodes do copy (such as ``index_put`` of its own backward). All places
+#: of autograd/FunctionsManual.cpp, native/TensorAdvancedIndexing.cpp and native/ReduceOps.cpp that
+#: ask ``isTensorSubclassLike`` before they choose between the two forms:
+#: ``index_backward``, ``gather_backward`` and ``cummaxmin_backward``,
+#: ``value_selecting_reduction_backward``, ``index_select_backward``, ``take_backward``,
+#: ``evenly_distribute_backward``; of ``maximum`` and its kin (derivatives.yaml).
 _FRESH = {
     aten.index_put.default: ("IndexBackward",),
     aten.scatter_add.default: ("Gather", "Cummax", "Cummin"),
     aten.scatter.src: ("Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue", "Sort", "Topk"),
+    aten.index_add.default: ("IndexSelect",),
+    aten.put.default: ("Take",),
+    aten.logical_and.default: ("Max", "Min", "Median", "Nanmedian"),
+    aten.masked_fill.Scalar: ("Maximum", "Minimum", "Fmax", "Fmin"),
 }
 
-#: Nodes that do so only where nobody else holds the tensor: ``sub_`` and ``mul_`` in Loss.cpp.
+#: Nodes that do so where nobody else holds the tensor and one of these operators made it, of
+#: ``binary_cross_entropy_*`` in autograd/FunctionsManual.cpp.
 _OF_NODE = {
-    aten.sub.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
-    aten.mul.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
-}
+    (aten.sub.Tensor, "BinaryCrossEntropyWithLogitsBackward0"): (
+        "aten::sigmoid", "aten::add", "aten::log_sigmoid_forward",
+    ),
+    (aten.mul.Tensor, "BinaryCrossEntropyWithLogitsBackward0"): (
+        "aten::sigmoid", "aten::add", "aten::log_sigmoid_forward",
+    ),
+    (aten.mul.Tensor, "BinaryCrossEntropyBackward0"): ("aten::logit",),
+    (aten.mul.Tensor, "BinaryCrossEntropyBackwardBackward0"): ("aten::div", "aten::rsub"),
+    (aten.div.Tensor, "BinaryCrossEntropyBackwardBackward0"): ("aten::mul",),
+}  # fmt: skip
 
 #: What runs on the card instead, with arguments that the out-of-place form lacks.
 TWINS: dict[Any, tuple[Any, dict[str, Any]]] = {
     aten.add.Tensor: (aten.add_.Tensor, {}),
     aten.sub.Tensor: (aten.sub_.Tensor, {}),
     aten.mul.Tensor: (aten.mul_.Tensor, {}),
+    aten.div.Tensor: (aten.div_.Tensor, {}),
     aten.index_put.default: (aten._index_put_impl_.default, {"unsafe": True}),
     aten.scatter_add.default: (aten.scatter_add_.default, {}),
     aten.scatter.src: (aten.scatter_.src, {}),
+    aten.index_add.default: (aten.index_add_.default, {}),
+    aten.put.default: (aten.put_.default, {}),
+    aten.logical_and.default: (aten.logical_and_.default, {}),
+    aten.masked_fill.Scalar: (aten.masked_fill_.Scalar, {}),
 }
 
 #: References to the first operand that the dispatch itself holds while it asks; measured once per
@@ -78,29 +97,32 @@ def calibrate(make_leaf: Callable[[], torch.Tensor]) -> None:
 EVERY_SUM = object()
 
 
-def takes_over(func: Any, args: tuple[Any, ...], added: Any) -> bool:
+def takes_over(
+    func: Any, args: tuple[Any, ...], added: Any, maker: Callable[[torch.Tensor], str]
+) -> bool:
     """Whether this operator, called now, would have written into its first argument's block.
 
     ``added`` is what the composite that is running adds in place to a result of its own: the bias
     of ``linear`` (native/Linear.cpp), or EVERY_SUM in the math attention, which adds the mask
-    (native/transformers/attention.cpp).
+    (native/transformers/attention.cpp). ``maker`` names the operator that made a tensor's block.
     """
     if added is not None and func is aten.add.Tensor and type(args[0]) is SimTensor:
         return added is EVERY_SUM or args[1] is added
-    if func not in TWINS:
-        return False
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if func not in TWINS or torch._C._current_graph_task_id() == -1:
         return False
     first = args[0]
     if type(first) is not SimTensor or not first.is_cuda or not called_by_engine():
         return False
     if func in _FRESH:
         return _node().startswith(_FRESH[func])
-    if func in _OF_NODE and _node() != _OF_NODE[func]:
+    if torch.is_grad_enabled():
         return False
     # Gradients of one tensor that arrive from several users are added into the first
     # (autograd/input_buffer.cpp, can_accumulate_inplace).
-    if func is aten.add.Tensor and not _accumulates(first, args[1]):
+    if func is aten.add.Tensor:
+        if not _accumulates(first, args[1]):
+            return False
+    elif maker(first) not in _OF_NODE.get((func, _node()), ()):
         return False
     held, stored = counts(first)
     if _watch is not None:

@@ -17,7 +17,7 @@ import torch
 from torch._ops import OpOverload
 
 from pytest_vram.places import here
-from pytest_vram.sim import composites, inplace, modules, selection, torch_cuda
+from pytest_vram.sim import composites, inplace, modules, selection, sequence, torch_cuda
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory, Listener
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.bounds import Uncertainty, Unknown
@@ -41,6 +41,8 @@ from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trac
 
 _RANK = {bill: rank for rank, bill in enumerate(BILLS)}
 VERSION = INSTALLED
+
+_STREAM = "pytest_vram_stream"  # in the metadata of an AccumulateGrad
 
 _ACTIONS = {
     "alloc": ("alloc",),
@@ -69,6 +71,38 @@ class _OfThread(threading.local):
         self.node_stream = 0
         self.chosen_in: tuple[int, int] | None = None
         self.modules: list[str] = []
+        self.count_nodes()
+
+    def count_nodes(self) -> None:
+        """Autograd's nodes are counted from here."""
+        self.sequence = sequence.Sequence(self._backward_begins, self._backward_ended)
+
+    def stream_at(self, number: int) -> int:
+        """The stream on which the node of this sequence number was made."""
+        place = bisect.bisect_right(self.stream_marks, (number, sys.maxsize))
+        return self.stream_marks[place - 1][1] if place else 0
+
+    def mark_stream(self, number: int) -> None:
+        """Nodes that are made from now on run on this stream."""
+        if self.stream_marks and self.stream_marks[-1][1] != number:
+            self.stream_marks.append((sequence.counter(), number))
+
+    def _backward_begins(self, outputs: Any) -> None:
+        """A leaf's AccumulateGrad is made by the first node that uses it, on the stream of that
+        moment (autograd/input_metadata.cpp), and lives as long as any graph does."""
+        if not self.stream_marks:
+            return
+        first: dict[Any, int] = {}
+        for node in sequence.nodes_of(outputs):
+            number = self.sequence.made_as(node._sequence_nr())
+            for following, _ in node.next_functions:
+                if following is not None and "AccumulateGrad" in following.name():
+                    first[following] = min(number, first.get(following, number))
+        for accumulator, number in first.items():
+            accumulator.metadata.setdefault(_STREAM, self.stream_at(number))
+
+    def _backward_ended(self) -> None:
+        self.mark_stream(self.stream)
 
 
 class Simulation:
@@ -150,6 +184,8 @@ class Simulation:
             stack.enter_context(modules.installed(self))
             stack.enter_context(self.mode)
             self._calibrate()
+            self._here.count_nodes()
+            sequence.installed(held, lambda: self._here.sequence)
             self._stack = stack.pop_all()
         return self
 
@@ -425,12 +461,12 @@ class Simulation:
         elif here.chosen_in is not None and here.chosen_in[1] == number:
             here.chosen_in = None
         here.stream = number
-        here.stream_marks.append((torch._C._autograd._get_sequence_nr(), number))
+        here.stream_marks.append((sequence.counter(), number))
 
     def _current_stream(self) -> int:
-        """In backward the engine runs every node on the stream of its forward (engine.cpp,
+        """In backward the engine runs every node on the stream where it was made (engine.cpp,
         ``evaluate_function``), which its sequence number tells; an AccumulateGrad has none, and
-        runs where the gradient was made."""
+        was marked when backward began."""
         here = self._here
         if not here.stream_marks:
             return here.stream
@@ -438,9 +474,12 @@ class Simulation:
         if task == -1 or (here.chosen_in is not None and here.chosen_in[0] == task):
             return here.stream
         node = torch._C._current_autograd_node()
-        if node is not None and "AccumulateGrad" not in node.name():
-            place = bisect.bisect_right(here.stream_marks, (node._sequence_nr(), sys.maxsize))
-            here.node_stream = here.stream_marks[place - 1][1] if place else 0
+        if node is not None and "AccumulateGrad" in node.name():
+            here.node_stream = node.metadata.get(_STREAM, 0)  # type: ignore[attr-defined]
+        elif node is not None:
+            here.node_stream = here.stream_at(here.sequence.made_as(node._sequence_nr()))
+            if torch.is_grad_enabled():
+                here.mark_stream(here.node_stream)  # nodes that backward makes run there too
         return here.node_stream
 
     def _workspace(self, kind: str, size: int, func: OpOverload) -> None:
@@ -584,6 +623,11 @@ class Simulation:
             return 0
         offset = tensor.storage_offset() * tensor.element_size()
         return self._allocations[found.index].address + offset  # type: ignore[return-value]
+
+    def maker(self, tensor: torch.Tensor) -> str:
+        """The operator that made the block in which a tensor lives; "" for none."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return self._allocations[found.index].operator if found is not None else ""
 
     def resized(self, storage: Any, size: int) -> None:
         """``UntypedStorage.resize_``: the old block goes, a new one comes (resizing to 0 frees)."""

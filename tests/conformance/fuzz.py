@@ -65,14 +65,18 @@ class Spec:
 
 # ---- choosing ----------------------------------------------------------------------------------
 
-WRAPPERS = ("plain", "reentrant", "checkpoint", "offload", "no_grad", "full", "stream", "nested")
-_WRAPPER_WEIGHTS = (60, 8, 12, 4, 4, 4, 4, 4)
+WRAPPERS = (
+    "plain", "reentrant", "checkpoint", "offload", "no_grad", "full", "stream", "nested",
+    "checked", "packed",
+)  # fmt: skip
+_WRAPPER_WEIGHTS = (60, 8, 12, 4, 4, 4, 4, 4, 4, 4)
 
 SIMPLEST: dict[str, Any] = dict(
     optimizer="torch.optim.SGD(parameters, lr=0.1)",
     autocast=None, dtype="float32", scaler=False, clip=None, accumulate=1, set_to_none=True,
     penalty=False, frozen=False, input_grad=False, clip_foreach=None, cache=True,
-    channels_last=False, module_hooks=False, ema=False, source="device",
+    channels_last=False, module_hooks=False, ema=False, source="device", twice=False,
+    in_backward=False,
 )  # fmt: skip
 
 
@@ -124,13 +128,16 @@ def spec_of(seed: int) -> Spec:
         SIMPLEST,
         optimizer=_optimizer(r), autocast=autocast, dtype=dtype,
         scaler=autocast == "float16" or (autocast is None and dtype == "float32" and r.random() < 0.1),
-        clip=r.choice((None, None, "1.0", "1.0, 1.0", "1.0, float('inf')", "0.5, 3.0", "value")),
+        clip=r.choice((None, None, "1.0", "1.0, 1.0", "1.0, float('inf')", "0.5, 3.0", "1.0, 0.5", "value")),
         clip_foreach=r.choice((None, None, True, False)), accumulate=r.choice((1, 1, 1, 2, 3)),
-        set_to_none=r.random() < 0.75, penalty=r.random() < 0.06, frozen=r.random() < 0.12,
+        set_to_none=r.random() < 0.75, penalty=r.random() < 0.09, frozen=r.random() < 0.12,
         input_grad=r.random() < 0.2, cache=r.random() < 0.9, channels_last=r.random() < 0.1,
         module_hooks=r.random() < 0.08, ema=r.random() < 0.07,
-        source=r.choice(("device", "device", "host", "pinned")),
+        source=r.choice(("device", "device", "host", "pinned")), twice=r.random() < 0.06,
+        in_backward=r.random() < 0.06,
     )  # fmt: skip
+    if options["in_backward"]:  # what has been updated cannot be run backward again
+        options["twice"] = options["penalty"] = False
     if "Adafactor" in options["optimizer"] and dtype == "float64":
         options["dtype"] = "float32"
     entry = r.choice(("dense", "dense", "tokens", "image"))
@@ -226,6 +233,8 @@ class _Renderer:
                 self.members.append(f"{name} = {module}")
                 statements = statements.replace("@", name)
             body += statements.split("\n")
+            if slot[0] == "cast" and self.spec.options["dtype"] != "float32":
+                body.append("x = x.to(self.scale.dtype)")
         if not body:
             return
         name = f"part{number}"
@@ -271,6 +280,16 @@ def _call(wrapper: str, name: str) -> list[str]:
             f"x = checkpoint(lambda x: checkpoint({name}, x * 1, use_reentrant=False), x, "
             "use_reentrant=False)"
         ]
+    if wrapper == "checked":
+        return [
+            f"x = checkpoint(lambda x: checkpoint({name}, x + 1, use_reentrant=False, "
+            "preserve_rng_state=False), x, use_reentrant=False, determinism_check='default')"
+        ]
+    if wrapper == "packed":
+        return [
+            "with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):",
+            f"    x = {name}(x)",
+        ]
     if wrapper == "offload":
         return ["with torch.autograd.graph.save_on_cpu():", f"    x = {name}(x)"]
     if wrapper == "no_grad":
@@ -280,7 +299,6 @@ def _call(wrapper: str, name: str) -> list[str]:
                 f"    x = {name}(x.to(self.scale.dtype)).to(dtype)"]  # fmt: skip
     assert wrapper == "stream"
     return [
-        "side = torch.cuda.Stream()",
         "side.wait_stream(torch.cuda.current_stream())",
         "with torch.cuda.stream(side):",
         f"    x = {name}(x)",
@@ -314,12 +332,14 @@ def _make(spec: Spec, shape: Shape) -> list[str]:
     lines = ["model = Net().to(device)"]
     if o["dtype"] != "float32":
         lines = [f"model = Net().to(device, torch.{o['dtype']})"]
+    if any(segment.wrapper == "stream" for segment in spec.segments):
+        lines = ["global side", "side = torch.cuda.Stream()", *lines]
     if o["channels_last"]:
         lines.append("model = model.to(memory_format=torch.channels_last)")
     if o["frozen"]:
         lines += ["for p in list(model.parameters())[1:3]:", "    p.requires_grad_(False)"]
     if o["module_hooks"]:
-        lines += ["for m in model.children():",
+        lines += ["for m in [m for m in model.children() if not getattr(m, 'inplace', False)]:",
                   "    m.register_forward_hook(lambda m, i, y: None)",
                   "    m.register_full_backward_hook(lambda m, i, o: None)"]  # fmt: skip
     if o["ema"]:
@@ -327,10 +347,18 @@ def _make(spec: Spec, shape: Shape) -> list[str]:
                      "multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))")  # fmt: skip
     lines.append("parameters = [p for p in model.parameters() if p.requires_grad]")
     lines.append(f"optimizer = {o['optimizer']}")
+    if o["in_backward"] and not o["scaler"]:
+        one = o["optimizer"].replace("parameters", "[p]")
+        lines += [f"each = {{p: {one} for p in parameters}}",
+                  "def update(p):",
+                  "    each[p].step()",
+                  "    each[p].zero_grad()",
+                  "for p in parameters:",
+                  "    p.register_post_accumulate_grad_hook(update)"]  # fmt: skip
     if o["scaler"]:
         lines.append("scaler = torch.amp.GradScaler('cuda')")
     step = [f"optimizer.zero_grad(set_to_none={o['set_to_none']})"]
-    inner = [*_batch(spec), *_loss(spec, shape), _backward(o)]
+    inner = [*_batch(spec), *_loss(spec, shape), *_backward(o)]
     if o["accumulate"] > 1:
         step += [f"for _ in range({o['accumulate']}):", *(f"    {line}" for line in inner)]
     else:
@@ -341,7 +369,7 @@ def _make(spec: Spec, shape: Shape) -> list[str]:
 
 def _loss(spec: Spec, shape: Shape) -> list[str]:
     o = spec.options
-    code = loss_code(Random(spec.loss), shape, o["autocast"] is not None)
+    code = loss_code(Random(spec.loss), shape, o["autocast"] is not None, o["penalty"])
     code = ["given = x", "x = model(x)", *code, "loss = loss * model.scale"]
     if o["penalty"] and spec.entry != "tokens":
         code += ["g, = torch.autograd.grad(loss, given, create_graph=True, allow_unused=True)",
@@ -353,15 +381,19 @@ def _loss(spec: Spec, shape: Shape) -> list[str]:
     return code
 
 
-def _backward(o: dict[str, Any]) -> str:
-    value = f"loss / {o['accumulate']}" if o["accumulate"] > 1 else "loss"
+def _backward(o: dict[str, Any]) -> list[str]:
+    value = f"(loss / {o['accumulate']})" if o["accumulate"] > 1 else "loss"
     if o["scaler"]:
-        return f"scaler.scale({value}).backward()"
-    return f"({value}).backward()" if "/" in value else f"{value}.backward()"
+        value = f"scaler.scale({value})"
+    if o["twice"]:
+        return [f"loss = {value}", "loss.backward(retain_graph=True)", "loss.backward()"]
+    return [f"{value}.backward()"]
 
 
 def _update(o: dict[str, Any]) -> list[str]:
     lines = []
+    if o["in_backward"] and not o["scaler"]:
+        return lines
     if o["clip"]:
         if o["scaler"]:
             lines.append("scaler.unscale_(optimizer)")
@@ -419,8 +451,14 @@ class Side:
         self.command = [*command, str(HERE / "fuzz.py"), "serve", *more]
         self.env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **env}
         self.process: subprocess.Popen[str] | None = None
+        self.left = False
 
     def ask(self, source: str) -> None:
+        # autograd's threads count from 0 in a process that did nothing before; hooks that hold
+        # their own parameter outlive their program
+        if "create_graph" in source or self.left:
+            self.close()
+        self.left = "accumulate_grad_hook" in source
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
                 self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

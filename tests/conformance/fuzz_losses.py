@@ -7,10 +7,13 @@ from random import Random
 Shape = tuple[int, ...]
 
 
-def loss_code(r: Random, shape: Shape, autocast: bool) -> list[str]:
-    """Every loss of ``torch.nn.functional`` that fits; the generator 0 stands for the simplest."""
+def loss_code(r: Random, shape: Shape, autocast: bool, twice: bool = False) -> list[str]:
+    """Every loss of ``torch.nn.functional`` that fits; the generator 0 stands for the simplest.
+    ``twice``: one that can be differentiated twice."""
     if r.getstate() == Random(0).getstate():
         return ["loss = x.mean()"]
+    if twice:
+        return _of_values(r, autocast)
     options = [_of_values(r, autocast), _of_values(r, autocast), _of_classes(r, shape)]
     options.append(_of_pairs(r))
     if len(shape) == 3 and shape[1] > 4 and shape[2] > 4 and shape[0] * shape[1] < 1 << 14:

@@ -432,8 +432,10 @@ def experts(r: Random, s: Shape) -> Code | None:
     return (
         f"nn.ModuleList([nn.Linear({s[-1]}, {k}), *(nn.Linear({s[-1]}, {s[-1]}) for _ in range({k}))])",
         (
-            f"w, i = @[0](x).softmax(-1).topk({k - 1}, dim=-1)\n"
-            f"g = torch.zeros_like(@[0](x)).scatter(-1, i, w)\n"
+            f"w = @[0](x).softmax(-1)\n"
+            f"g = torch.zeros_like(w)\n"
+            f"w, i = w.topk({k - 1}, dim=-1)\n"
+            f"g = g.scatter(-1, i, w)\n"
             f"x = (torch.stack([m(x) for m in @[1:]], -2) * g.unsqueeze(-1)).sum(-2)\n"
             "del w, i, g"
         ),
@@ -472,9 +474,9 @@ def reduce(r: Random, s: Shape) -> Code | None:
         f"x = x + x.min({d}, keepdim=True).values", f"x = x * x.norm(p=1)", "x = x + x.max()", "x = x - x.sum()",
         f"x = F.normalize(x, dim={d})", f"x = x + torch.var_mean(x, {d}, keepdim=True, correction=0)[1]",
         f"x = x + x.prod({d}, keepdim=True)", f"x = x + x.abs().norm(p=3, dim={d}, keepdim=True)",
-        f"x = x + x.mode({d}, keepdim=True)[0]", f"x = x + x.kthvalue(1, {d}, keepdim=True)[0]",
+        f"x = x + x.kthvalue(1, {d}, keepdim=True)[0]",
         f"x = x + x.nansum({d}, keepdim=True)", f"x = x + torch.linalg.vector_norm(x, float('inf'), {d}, keepdim=True)",
-        f"x = x + x.quantile(0.5, dim={d}, keepdim=True)" if math.prod(s) < 1 << 20 else "x = x + x.std()",
+        f"x = x + x.float().quantile(0.5, dim={d}, keepdim=True).to(x.dtype)" if math.prod(s) < 1 << 20 else "x = x + x.std()",
         f"x = x + x.aminmax(dim={d}, keepdim=True)[1]",
     ])  # fmt: skip
 
@@ -608,3 +610,55 @@ def hooked(r: Random, s: Shape) -> Code | None:
         "if x.requires_grad:\n    x = x * 1\n    x.retain_grad()",
         "x = x + x.detach() * 0.1",
     ])  # fmt: skip
+
+
+@part(0.7)
+def transformed(r: Random, s: Shape) -> Code | None:
+    """torch.func: gradients of samples, products with Jacobians, a module called with other data."""
+    if math.prod(s) > 1 << 18:
+        return None
+    if _flag(r, 0.3):
+        return (
+            f"nn.Linear({s[-1]}, {s[-1]})",
+            "x = torch.func.functional_call(@, {n: p * 2 for n, p in @.named_parameters()}, (x,))",
+        )
+    f = r.choice(["torch.sin", "torch.tanh", "F.gelu", "F.softplus", "lambda t: t.softmax(-1) * t"])
+    return "", "x = " + r.choice([
+        f"torch.func.vmap({f})(x)",
+        f"torch.func.vmap(torch.func.grad(lambda t: t.square().sum()))(x)",
+        f"torch.func.jvp({f}, (x,), (x * 2,))[1]",
+        f"torch.func.vjp({f}, x)[1](x * 3)[0]",
+        f"torch.func.grad(lambda t: ({f})(t).sum())(x)",
+    ])  # fmt: skip
+
+
+@part(0.7)
+def complex_numbers(r: Random, s: Shape) -> Code | None:
+    if s[-1] % 2 or math.prod(s) > 1 << 18:
+        return None
+    made = "z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())\n"
+    used = r.choice([
+        "x = torch.view_as_real(z * z.conj()).flatten(-2).to(x.dtype)",
+        "x = torch.cat([z.real, z.imag], -1).to(x.dtype)",
+        "x = (z * 1j).abs().to(x.dtype)", "x = z.exp().real.to(x.dtype)",
+        "x = (z @ torch.randn(z.shape[-1], 8, dtype=z.dtype, device=z.device)).abs().to(x.dtype)",
+        "x = (z - z.mean()).angle().to(x.dtype)", "x = torch.view_as_real(z / (1 + z.abs())).flatten(-2).to(x.dtype)",
+    ])  # fmt: skip
+    return "", f"{made}{used}\ndel z"
+
+
+@part(0.5)
+def einsum(r: Random, s: Shape) -> Code | None:
+    if len(s) not in (2, 3, 4) or math.prod(s) > 1 << 18:
+        return None
+    n, k = s[-1], r.choice((1, 4, 16))
+    given = "x.dtype, device=x.device"
+    options = {
+        2: [f"'bi,ki->bk', x, torch.randn({k}, {n}, dtype={given})", f"'bi,bi->b', x, x",
+            f"'bi,ij,bj->bi', x, torch.randn({n}, {n}, dtype={given}), x" if n <= 512 else f"'bi->b', x"],
+        3: [f"'bti,ki->btk', x, torch.randn({k}, {n}, dtype={given})", f"'bti,bki->bik', x, torch.randn({s[0]}, {k}, {n}, dtype={given})",
+            f"'bti,bti->bt', x, x", f"'bti,t->bi', x, torch.randn({s[1]}, dtype={given})", f"'bti->bit', x"],
+        4: [f"'bhti,ik->bhtk', x, torch.randn({n}, {k}, dtype={given})", f"'bhti,hik->bthk', x, torch.randn({s[1]}, {n}, {k}, dtype={given})",
+            f"'bhti,bhti->bht', x, x", f"'bchw,c->bhw', x, torch.randn({s[1]}, dtype={given})"],
+    }[len(s)]  # fmt: skip
+    return "", f"x = torch.einsum({r.choice(options)})"

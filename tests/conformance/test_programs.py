@@ -27,7 +27,6 @@ DIFFERS = {
     "the masked attention path, which a card that reads ones does not",
     "hf_trainer": "as hf_gpt2_checkpointed",
     "recommender": "sparse gradients: how many rows are distinct is a value",
-    "gradient_penalty": "nodes made during backward are numbered by the engine's own thread",
 }
 
 

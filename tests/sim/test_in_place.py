@@ -104,3 +104,42 @@ def test_state_that_a_step_replaces_is_freed(gpu: Simulation) -> None:
     for _ in range(3):
         optimizer.step()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_the_gradient_of_index_select_is_made_once(gpu: Simulation) -> None:
+    table = torch.empty(4096, 1024, device="cuda", requires_grad=True)
+    rows = torch.randint(0, 4096, (64,)).to("cuda")
+    made = _allocations(gpu, table.index_select(0, rows).sum().backward)
+    assert made == [("aten::new_zeros", 16)]
+
+
+def test_the_gradient_of_take_is_made_once(gpu: Simulation) -> None:
+    table = torch.empty(4096, 1024, device="cuda", requires_grad=True)
+    places = torch.randint(0, 4096, (64,)).to("cuda")
+    made = _allocations(gpu, table.take(places).sum().backward)
+    assert made == [("aten::zeros_like", 16)]
+
+
+def test_the_gradient_of_a_maximum_is_masked_in_place(gpu: Simulation) -> None:
+    a, b = (torch.empty(4096, 1024, device="cuda", requires_grad=True) for _ in range(2))
+    loss = torch.maximum(a, b).sum()
+    made = _allocations(gpu, lambda: torch.autograd.grad(loss, a))
+    assert [name for name, size in made if size == 16] == ["aten::div", "aten::where"]
+
+
+def test_the_gradient_of_the_largest_value_counts_in_place(gpu: Simulation) -> None:
+    """``isnan``, ``==`` and their conjunction: two flags per element, not three."""
+    values = torch.empty(4096, 1024, device="cuda", requires_grad=True)
+    made = _allocations(gpu, values.max().backward)
+    assert [name for name, size in made if size == 4] == ["aten::isnan", "aten::eq"]
+
+
+def test_transforms_of_torch_func_copy_on_a_card_too(gpu: Simulation) -> None:
+    table = torch.empty(4096, 1024, device="cuda")
+    rows = torch.randint(0, 4096, (64,)).to("cuda")
+
+    def loss(given: torch.Tensor) -> torch.Tensor:
+        return given.index_select(0, rows).sum()
+
+    made = _allocations(gpu, lambda: torch.func.grad(loss)(table))
+    assert made == [("aten::zeros", 16), ("aten::index_add", 16)]

@@ -68,4 +68,11 @@ for front in libcuda.so.1 libnvidia-ml.so.1; do
         gcc -shared -x c - -o "$cache/lib/$front" -Wl,-soname,"$front" -Wl,--no-as-needed \
             -L"$cache/lib" -lcudastub
 done
+
+# The runtime compiler is opened by its name, so it is replaced as a whole library.
+name=$(cd "$packages/nvidia/cu13/lib" && ls -d libnvrtc.so.*)
+echo "$name { global: nvrtc*; };" > "$cache/objects/nvrtc.map"
+# shellcheck disable=SC2086
+gcc -O1 -g -fPIC -w $include -shared "$here/src/nvrtc.c" -o "$cache/lib/$name" \
+    -Wl,-soname,"$name" -Wl,--version-script="$cache/objects/nvrtc.map"
 echo "ready: $here/run.sh SCRIPT.py"

@@ -9,4 +9,5 @@ export LD_LIBRARY_PATH=$cache/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 root=$(cd "$here/../.." && pwd)
 export PYTHONPATH=$root:$cache/site${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONDONTWRITEBYTECODE=1
-exec env LD_PRELOAD="$cache/lib/libcudastub.so" "$(cat "$cache/interpreter")" "$@"
+preload=("$cache"/lib/libcudastub.so "$cache"/lib/libnvrtc.so.*)
+exec env LD_PRELOAD="${preload[*]}" "$(cat "$cache/interpreter")" "$@"

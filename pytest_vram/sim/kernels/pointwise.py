@@ -134,10 +134,11 @@ def roll(
 def unfold_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """``arange`` over the unfolded dimension, where windows overlap or leave gaps."""
-    shape, dim = args[1], args[2]
+    """``arange`` over the unfolded dimension, where windows overlap; others are copied back."""
+    shape, dim, size, step = args[1:5]
     yield Out(0)
-    yield from scratch(shape[dim] * 8, "positions of the windows")
+    if step < size:
+        yield from scratch(shape[dim] * 8, "positions of the windows")
 
 
 @rule(aten.bernoulli.default)

@@ -915,6 +915,11 @@ CU cuCtxPopCurrent(CUcontext *c) {
     return 0;
 }
 CU cuCtxSynchronize(void) { return 0; }
+CU cuCtxGetLimit(size_t *v, CUlimit l) {
+    *v = 0;
+    return 0;
+}
+CU cuCtxSetLimit(CUlimit l, size_t v) { return 0; }
 CU cuGetErrorString(CUresult e, const char **s) {
     *s = e == 2 ? "out of memory" : "stub driver error";
     return 0;
@@ -1083,6 +1088,14 @@ CU cuFuncSetCacheConfig(CUfunction f, CUfunc_cache c) { return 0; }
 CU cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                   unsigned bz, unsigned sh, CUstream s, void **a, void **e) {
     n_launch++;
+    return 0;
+}
+CU cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **a, void **e) {
+    n_launch++;
+    return 0;
+}
+CU cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) {
+    *n = 1;
     return 0;
 }
 CU cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
