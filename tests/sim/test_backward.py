@@ -97,3 +97,11 @@ def test_nodes_of_backward_are_numbered_by_its_own_thread() -> None:
 
 def test_every_simulation_counts_from_the_start() -> None:
     assert _order() == _order()
+
+
+def test_magnitudes_are_made_as_complex_numbers(gpu: Simulation) -> None:
+    values = torch.empty(64, 128, dtype=torch.complex64, device="cuda")
+    before = len(gpu.trace().allocations)
+    values.abs()
+    made = [a.requested for a in gpu.trace().allocations[before:]]
+    assert made == [64 * 128 * 4, 64 * 128 * 8]

@@ -61,6 +61,17 @@ def pow_scalar(
         yield from scratch(size, "base as a tensor")
 
 
+@rule(aten.abs.default, aten.angle.default)
+def magnitude(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Of complex numbers a complex result is made first, whose real parts are copied
+    (UnaryOps.cpp, ``unary_op_impl_with_complex_to_float_out``)."""
+    yield Out(0)
+    if args[0].is_complex():
+        yield from scratch(size_of(args[0]), "complex result")
+
+
 @rule(aten.where.self)
 def where(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
