@@ -44,7 +44,7 @@ class Outcome:
     """What one pass saw. ``kind``: ``simulation``, ``measurement`` or ``numerics``. ``error`` is
     what the test body raised, in the file ``raised_in``. ``held``: bytes on the device that
     fixtures own at the end. ``observed``: who referred to what, and ``attention``: the kernels
-    chosen (simulation only)."""
+    chosen, ``plan``: what the closed form predicts (simulation only)."""
 
     kind: str
     device: str
@@ -60,6 +60,7 @@ class Outcome:
     held: int = 0
     observed: Observed | None = None
     attention: tuple[Any, ...] = ()
+    plan: Plan | None = None
 
     @functools.cached_property
     def timeline(self) -> Timeline | None:
@@ -160,7 +161,7 @@ def simulate(body: Body, profile: Profile) -> Outcome:
     outcome.observed, outcome.attention = memory.observed, tuple(simulation.attention)
     _read_watch(watch, body.budget, outcome)
     _keep(trace, outcome)
-    outcome.findings += textbook.findings(outcome)
+    outcome.plan = textbook.plan
     return outcome
 
 
@@ -171,33 +172,28 @@ class _Textbook:
     def __init__(self, observer: Observer, trace: Callable[[], Trace], precision: str) -> None:
         self._observer, self._trace, self._precision = observer, trace, precision
         self._looked = False
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
 
     def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._looked:
+        modules = self._observer.modules
+        if self._looked or len(modules) != 1:
             return
         self._looked = True
-        modules = self._observer.modules
-        if len(modules) == 1:
-            from pytest_vram.planning.beside import closed_form
+        from pytest_vram.planning.beside import closed_form
 
-            inputs = [
-                (one.dtype, one.shape)
-                for one in self._trace().allocations
-                if one.bill == "inputs" and one.shape is not None
-            ]
-            self._plan = closed_form(
-                modules[0], inputs, precision=self._precision, optimizer=optimizer
-            )
-
-    def findings(self, outcome: Outcome) -> tuple[Finding, ...]:
-        if self._plan is None or outcome.ledger is None or outcome.error is not None:
-            return ()
-        from pytest_vram.planning.beside import sentence
-
-        peak = outcome.ledger.peak
-        text = sentence(self._plan, peak.allocated, peak.bills)
-        return (Finding("memory-cause", "note", text, data={"closed_form": self._plan.peak}),)
+        trace = self._trace()
+        inputs = [
+            (one.dtype, one.shape)
+            for one in trace.allocations
+            if one.bill == "inputs" and one.shape is not None
+        ]
+        self.plan = closed_form(
+            modules[0],
+            inputs,
+            precision=self._precision,
+            optimizer=optimizer,
+            alive=[one.shape for one in trace.alive() if one.shape is not None],
+        )
 
 
 def measure(body: Body, index: int, estimate: Trace | None = None) -> Outcome:

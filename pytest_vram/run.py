@@ -317,6 +317,7 @@ class ItemRun:
         judges = real if real is not None else memory
         if not _is_oom(judges):
             findings += judges.findings
+        findings += self._textbook(memory)
         if not gave_up:
             findings = self._with_causes(findings)
         if not passed:
@@ -358,6 +359,17 @@ class ItemRun:
             return record
         plain = json.loads(json.dumps(extra, default=str))
         return replace(record, findings=in_order([*record.findings, *more]), extra=plain)
+
+    def _textbook(self, memory: Outcome) -> tuple[Finding, ...]:
+        """What the closed form would have said, beside the figure that counts."""
+        plan = self._outcomes[0].plan
+        if plan is None or memory.ledger is None or memory.error is not None or _is_oom(memory):
+            return ()
+        from pytest_vram.planning.beside import sentence
+
+        peak = memory.ledger.peak
+        text = sentence(plan, peak.allocated, peak.bills)
+        return (Finding("memory-cause", "note", text, data={"closed_form": plan.peak}),)
 
     def _with_causes(self, findings: list[Finding]) -> list[Finding]:
         """Why memory is what it is. Who referred to what, the simulated pass saw."""

@@ -152,6 +152,16 @@ class Trace:
     bounds: Bounds | None = None
     notes: Sequence[str] = ()
 
+    def alive(self) -> list[Allocation]:
+        """What is allocated at its end, in the order of allocation."""
+        indices: dict[int, None] = {}
+        for event in self.events:
+            if event.kind == "alloc":
+                indices[event.index] = None
+            elif event.kind == "free":
+                indices.pop(event.index, None)
+        return [self.allocations[index] for index in indices]
+
     def walk(self) -> Iterator[tuple[int, Event, int, int]]:
         """Yield ``(position, event, allocated, reserved)`` with the totals *after* each event."""
         allocated = reserved = 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_vram.planning.configs import from_config
 from pytest_vram.planning.shapes import Activation, ModelShape, PlanError, Role, Tower, Weight
-from pytest_vram.planning.states import LORA_NAMES
+from pytest_vram.planning.states import LORA_NAMES, Lora
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,6 +68,27 @@ def from_module(module: nn.Module) -> ModelShape:
     else:
         shape = _recognise(base)
     return replace(shape, name=type(base).__name__, counted=tuple(_counted(base)))
+
+
+def adapters(module: nn.Module) -> Lora | None:
+    """The low-rank adapters that peft has put into ``module``."""
+    targets: dict[str, None] = {}
+    rank = size = 0
+    for path, child in module.named_modules():
+        inner: Any = getattr(child, "lora_A", None)
+        for low in inner.values() if hasattr(inner, "values") else ():
+            name = path.rsplit(".", 1)[-1]
+            targets[LORA_NAMES.get(name, name)] = None
+            rank, size = max(rank, low.weight.shape[0]), low.weight.element_size()
+    return Lora(rank, tuple(targets), size) if targets else None
+
+
+def dropout(module: nn.Module) -> float:
+    """The largest rate among the dropouts of a model in training."""
+    import torch
+
+    rates = [m.p for m in module.modules() if isinstance(m, torch.nn.Dropout) and m.training]
+    return max(rates, default=0.0)
 
 
 def _counted(module: nn.Module) -> Iterator[Weight]:
@@ -152,6 +173,7 @@ def _recognise(module: nn.Module) -> ModelShape:
         fused_qkv=fused,
         qkv_bias=attention[0].bias if attention else False,
         rotary=not _positions(module, hidden) and _has(module, "rot"),
+        inner_dropout=type(block).__name__.startswith("Transformer"),  # torch's own layers
     )
     return _whole(module, tower)
 

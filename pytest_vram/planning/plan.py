@@ -528,7 +528,7 @@ def _moments(rank: _Rank, static: Mapping[str, int], flow: _Flow) -> tuple[Momen
     lasting = setup.accumulation > 1 or setup.parallel.zero in (1, 2)
     rest = {name: size for name, size in static.items() if name != "gradients"}
     vocabulary = 0
-    if setup.shape.vocab and not setup.lora:
+    if setup.shape.head == "lm" and not setup.lora:
         table = [w for w in rank.base if setup.shape.is_vocabulary(w)]
         vocabulary = rank.size(table, setup.precision.gradient)
     layers, head = flow.kept + flow.head.kept, flow.head

@@ -1,4 +1,4 @@
-"""The closed form against the simulation: twelve transformer trainings.
+"""The closed form against the simulation: twelve transformer trainings, then other families.
 
 Static bills must be exact (each tensor rounded up to the allocator's 512 bytes), activations and
 temporaries within 10 %, the peak within 5 %. What remains are blocks that the allocator does not
@@ -158,3 +158,122 @@ def test_closed_form_against_simulation(name):
     theirs = sum(ledger.bills.get(bill, 0) for bill in moving)
     assert theirs == pytest.approx(ours, rel=0.10)
     assert ledger.peak.phase == moment.name.split(",")[0].split()[0]
+
+
+SMALL = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 1536,
+    "vocab_size": 8000,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 4}
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+T5 = {
+    "d_model": 512,
+    "num_layers": 4,
+    "num_heads": 8,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "vocab_size": 8000,
+    "decoder_start_token_id": 0,
+}
+#: Configuration and dropout of each family.
+FAMILIES = {
+    "bert": ({**SMALL, **DROPOUT}, 0.1),
+    "roberta": ({**SMALL, **DROPOUT}, 0.1),
+    "distilbert": ({"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 8000}, 0.1),
+    "t5": ({**T5, "dropout_rate": 0.1}, 0.1),
+    "t5 gated": ({**T5, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}, 0.0),
+    "bloom": ({"hidden_size": 512, "n_layer": 4, "n_head": 8, "vocab_size": 8000}, 0.0),
+    "opt": ({**SMALL, "ffn_dim": 2048, "word_embed_proj_dim": 512, "dropout": 0.1}, 0.1),
+    "gpt_neox": (SMALL, 0.0),
+    "phi": (SMALL, 0.0),
+    "phi3": ({**GROUPED, "pad_token_id": 0}, 0.0),
+    "falcon": ({"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}, 0.0),
+    "mistral": (GROUPED, 0.0),
+    "qwen2": (GROUPED, 0.0),
+    "qwen3": (GROUPED, 0.0),
+    "gemma": ({**GROUPED, "head_dim": 128}, 0.0),
+    "mixtral": ({**GROUPED, "num_local_experts": 4}, 0.0),
+    "qwen3_moe": ({**GROUPED, "num_experts": 8, "moe_intermediate_size": 512}, 0.0),
+    "vit": ({**SMALL, "vocab_size": 1, "image_size": 384}, 0.0),
+}
+
+
+def family_model(name: str, precision: str, device: Any) -> Any:
+    family = name.split()[0]
+    config = transformers.CONFIG_MAPPING[family](**FAMILIES[name][0])
+    config.use_cache = False
+    kinds = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")
+    autos = (getattr(transformers, f"AutoModelFor{kind}") for kind in kinds)
+    auto = next(auto for auto in autos if type(config) in auto._model_mapping)
+    dtype = torch.bfloat16 if precision == "bf16-plain" else torch.float32
+    with device:
+        return auto.from_config(config, dtype=dtype).train()
+
+
+def family_ledger(name: str, precision: str, batch: int, sequence: int) -> Ledger:
+    simulation = Simulation(A100)
+    with simulation, Observer(simulation) as observer:
+        model = family_model(name, precision, simulation.device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            if name == "vit":
+                inputs = torch.randn(batch, 3, 384, 384, device=simulation.device)
+                labels = torch.zeros(batch, dtype=torch.long, device=simulation.device)
+            else:
+                inputs = torch.randint(0, 1000, (batch, sequence), device=simulation.device)
+                labels = inputs
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                output = model(inputs, labels=labels)
+            output.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            del output
+        trace = settle(observer.renumber(simulation.trace()))
+    return Ledger.from_trace(trace)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "bf16",
+        pytest.param("fp32", marks=pytest.mark.slow),
+        pytest.param("bf16-plain", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_other_families(name, precision):
+    """Peaks within 5 %. The one that is not: BERT's head has a bias, and summing its gradient over
+    the tokens of 16-bit logits takes scratch (Reduce.cuh) that no formula here has."""
+    if precision == "bf16-plain" and name in ("bert", "roberta", "distilbert"):
+        pytest.skip("the head's bias gradient in 16 bits: reduction scratch is not planned")
+    batch, sequence = (16, 1) if name == "vit" else (4, 512)
+    shape = from_module(family_model(name, precision, torch.device("meta")))
+    planned = make_plan(
+        Setup(
+            shape,
+            batch=batch,
+            sequence=sequence,
+            precision=PRECISIONS[precision],
+            dropout=FAMILIES[name][1],
+            step="fused",
+        )
+    )
+    ledger = family_ledger(name, precision, batch, sequence)
+    assert ledger.peak_allocated == pytest.approx(planned.peak, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grouped_heads_in_float32_have_no_fused_kernel():
+    """The memory-efficient kernel, the only fused one for float32, takes no grouped key/value
+    heads (sdp_utils.cpp): the scores of PyTorch's math kernel are S x S, and the plan says so."""
+    shape = from_module(family_model("mistral", "fp32", torch.device("meta")))
+    plan = make_plan(Setup(shape, batch=4, sequence=512, step="fused"))
+    assert "no fused attention kernel takes grouped key/value heads in float32" in plan.notes[0]
+    ledger = family_ledger("mistral", "fp32", 4, 512)
+    assert ledger.peak_allocated == pytest.approx(plan.peak, rel=0.02)
+    half = make_plan(Setup(shape, batch=4, sequence=512, precision=PRECISIONS["bf16-plain"]))
+    assert half.notes == ()

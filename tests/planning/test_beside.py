@@ -61,5 +61,35 @@ def test_the_sentence_names_what_departs_most():
     size = format_bytes(plan.peak)
     assert same == f"closed form {size}, the test took {size} (0 %)"
     bills["activations"] += 100 << 20
-    moved = sentence(plan, plan.peak + (100 << 20), bills)
-    assert moved.endswith("; activations +100.0 MiB")
+    bills["temporary"] -= 200 << 20
+    bills["inputs"] += 1000
+    moved = sentence(plan, plan.peak - (100 << 20), bills)
+    assert moved.endswith("; temporary -200.0 MiB, activations +100.0 MiB")
+
+
+def test_logits_that_outlive_the_step_are_held():
+    gone = closed_form(model(), IDS, precision="bf16")
+    held = closed_form(model(), IDS, precision="bf16", alive=[(4, 256), (4, 256, 50257)])
+    assert not gone.setup.held
+    assert held.setup.held
+
+
+def test_adapters_and_dropout_are_read_from_the_module():
+    peft = pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+    )
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora).train()
+    plan = closed_form(adapted, IDS, precision="fp32")
+    assert (plan.setup.lora.rank, plan.setup.lora.targets) == (4, ("q", "down"))
+    assert plan.trainable == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert plan.setup.dropout == 0
+    assert closed_form(model().train(), IDS, precision="fp32").setup.dropout == 0.1
+    assert closed_form(model().eval(), IDS, precision="fp32").setup.dropout == 0
+
+
+def test_models_in_16_bits_are_planned_in_16_bits():
+    half = model().to(torch.bfloat16)
+    assert closed_form(half, IDS, precision="fp32").setup.precision.name == "bf16-plain"
+    assert closed_form(half, IDS, precision="bf16").setup.precision.name == "bf16"
