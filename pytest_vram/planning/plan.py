@@ -23,7 +23,7 @@ from pytest_vram.planning.activations import (
     tower_bytes,
     tower_ends,
 )
-from pytest_vram.planning.shapes import ModelShape, PlanError, Weight
+from pytest_vram.planning.shapes import ModelShape, PlanError, Tower, Weight
 from pytest_vram.planning.states import (
     BLOCK,
     OPTIMIZERS,
@@ -433,7 +433,7 @@ class _Flow:
             part = tower_bytes(tower, layers, forward, setup.recompute, cut)
             kept += part.kept
             rerun = max(rerun, part.rerun)
-            working = max(working, _working(setup, tower.ffn, tower.hidden, tower.heads))
+            working = max(working, _working(setup, tower))
         if rank.stage == 0:
             kept += embedding_bytes(setup.shape, forward, cut)
             kept += tower_ends(setup.shape, forward, cut)
@@ -480,16 +480,28 @@ def attention_kernel(setup: Setup) -> Attention:
     return "math" if unfused or shape.attention == "math" else setup.attention
 
 
-def _working(setup: Setup, ffn: int, hidden: int, heads: int) -> int:
-    """Gradients in flight while one layer runs backward: two of the feed-forward's inner size, or
-    the score matrices of explicit attention, and two of the residual stream."""
+#: A bias's gradient is a sum over all tokens, and partial results of a long sum lie in global memory
+#: (ATen/native/cuda/Reduce.cuh, ``global_memory_size``, PyTorch 2.13): 4 bytes for each of 128
+#: columns a block, one block per 64 tokens, makes 8 bytes per element that is summed.
+BIAS_SCRATCH = 8
+
+
+def _working(setup: Setup, tower: Tower) -> int:
+    """Gradients in flight while the last layer begins its backward: the stream's, and the one that
+    the down matrix hands to the activation function. A gated block makes two of them, a spelled-out
+    activation too; explicit attention the score matrices."""
     tokens = setup.batch * setup.tokens // setup.parallel.context
     c, r = setup.precision.compute, setup.precision.residual
-    inner = 2 * tokens * ffn * c // setup.parallel.tensor
+    split = tower.gated or tower.activation == "gelu_new"
+    inner = (2 if split else 1) * tokens * tower.ffn * c // setup.parallel.tensor
     if attention_kernel(setup) != "flash":
-        scores = tokens * setup.tokens * heads * (8 + c) // setup.parallel.tensor
+        scores = tokens * setup.tokens * tower.heads * (8 + c) // setup.parallel.tensor
         inner = max(inner, scores)
-    return inner + 2 * tokens * hidden * r
+    working = inner + 2 * tokens * tower.hidden * r
+    if tower.mlp_bias and setup.lora is None:
+        summed = BIAS_SCRATCH * tokens * tower.ffn // setup.parallel.tensor
+        working = max(working, summed + tokens * tower.hidden * (r + c))
+    return working
 
 
 def _step_temporaries(rank: _Rank) -> int:
@@ -534,6 +546,8 @@ def _moments(rank: _Rank, static: Mapping[str, int], flow: _Flow) -> tuple[Momen
     layers, head = flow.kept + flow.head.kept, flow.head
     # The head's weight gradient: made in the compute type, under autocast cast to the parameter's.
     weight = vocabulary // 2 if setup.precision.cache else 0
+    if setup.shape.head_bias and setup.shape.head == "lm" and not setup.lora:
+        weight += BIAS_SCRATCH * flow.logits // setup.precision.compute
 
     def moment(
         name: str, grads: int, activations: int, copies: int = 0, temporary: int = 0
@@ -556,9 +570,9 @@ def _moments(rank: _Rank, static: Mapping[str, int], flow: _Flow) -> tuple[Momen
             flow.logits + weight,
         ),
         moment(
-            "backward, in the last layer",
+            "backward, in the last layer",  # the final norm is through
             vocabulary,
-            layers + head.logits + flow.rerun,
+            flow.kept + head.logits + flow.rerun,
             flow.kept_copies,
             flow.working,
         ),

@@ -632,3 +632,35 @@ def test_y():
     assert drawn == [torch.rand(4).tolist()] * 2
 """)
     assert outcomes(project.run(cpu=True)) == {"passed": 2}
+def test_the_closed_form_stands_beside_the_figure_that_counts(project: Project) -> None:
+    """With -v, where the model's shape is a transformer's; whatever else checks the numbers."""
+    project.write(f"""
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, ids):
+        return self.head(self.layers(self.embed(ids)))
+
+{BUDGET}
+def test_x():
+    model, ids = Model().to("cuda"), torch.zeros(2, 32, dtype=torch.long, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+
+{BUDGET}
+def test_y():
+    loop("cuda")
+""")
+    quiet = project.run(cpu=True)
+    assert outcomes(quiet) == {"passed": 2}
+    quiet.stdout.no_fnmatch_line("*closed form*")
+    result = project.run("-v", cpu=True)
+    result.stdout.fnmatch_lines("test_x: closed form * MiB, the test took * MiB (*%)*")
+    result.stdout.no_fnmatch_line("test_y: closed form*")
