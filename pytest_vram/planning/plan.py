@@ -480,7 +480,7 @@ def attention_kernel(setup: Setup) -> Attention:
     return "math" if unfused or shape.attention == "math" else setup.attention
 
 
-#: A bias's gradient is a sum over all tokens, and partial results of a long sum lie in global memory
+#: A bias's gradient is a sum over all tokens; partial results of a long sum lie in global memory
 #: (ATen/native/cuda/Reduce.cuh, ``global_memory_size``, PyTorch 2.13): 4 bytes for each of 128
 #: columns a block, one block per 64 tokens, makes 8 bytes per element that is summed.
 BIAS_SCRATCH = 8
