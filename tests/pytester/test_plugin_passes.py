@@ -632,6 +632,8 @@ def test_y():
     assert drawn == [torch.rand(4).tolist()] * 2
 """)
     assert outcomes(project.run(cpu=True)) == {"passed": 2}
+
+
 def test_the_closed_form_stands_beside_the_figure_that_counts(project: Project) -> None:
     """With -v, where the model's shape is a transformer's; whatever else checks the numbers."""
     project.write(f"""
