@@ -83,6 +83,7 @@ def _card(
 
 _CARDS = (
     _card("p100-16gb", "Tesla P100-PCIE-16GB", (6, 0), 56, 16280 * MIB, 4 * MIB),
+    _card("gtx1080ti", "NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 11_715_084_288, 2_883_584),
     _card("v100-16gb", "Tesla V100-SXM2-16GB", (7, 0), 80, 16_945_512_448, 6 * MIB),
     _card("v100-32gb", "Tesla V100-SXM2-32GB", (7, 0), 80, 34_089_730_048, 6 * MIB),
     _card("t4", "Tesla T4", (7, 5), 40, 15_828_320_256, 4 * MIB),
@@ -94,15 +95,20 @@ _CARDS = (
     _card("rtx3080-10gb", "NVIDIA GeForce RTX 3080", (8, 6), 68, 10018 * MIB, 5 * MIB),
     _card("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 25_438_126_080, 6 * MIB),
     _card("rtxa6000", "NVIDIA RTX A6000", (8, 6), 84, 51_033_931_776, 6 * MIB),
+    _card("a40", "NVIDIA A40", (8, 6), 84, 45416 * MIB, 6 * MIB),
     _card("l4", "NVIDIA L4", (8, 9), 58, 23_654_825_984, 48 * MIB),
     _card("l40s", "NVIDIA L40S", (8, 9), 142, 45589 * MIB, 96 * MIB),
+    _card("rtx4070", "NVIDIA GeForce RTX 4070", (8, 9), 46, 11874 * MIB, 36 * MIB),
+    _card("rtx4070ti-super", "NVIDIA GeForce RTX 4070 Ti SUPER", (8, 9), 66, 15934 * MIB, 48 * MIB),
     _card("rtx4080", "NVIDIA GeForce RTX 4080", (8, 9), 76, 16049 * MIB, 64 * MIB),
     _card("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 25_393_692_672, 72 * MIB),
     _card("rtx6000-ada", "NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 48622 * MIB, 96 * MIB),
     _card("h100-80gb", "NVIDIA H100 80GB HBM3", (9, 0), 132, 84_942_979_072, 50 * MIB),
     _card("h100-pcie", "NVIDIA H100 PCIe", (9, 0), 114, 81008 * MIB, 50 * MIB),
+    _card("gh200-96gb", "NVIDIA GH200 480GB", (9, 0), 132, 97157 * MIB, 60 * MIB),
     _card("h200-141gb", "NVIDIA H200", (9, 0), 132, 150_110_011_392, 60 * MIB),
     _card("b200", "NVIDIA B200", (10, 0), 148, 182642 * MIB, 132_644_864),
+    _card("rtx5080", "NVIDIA GeForce RTX 5080", (12, 0), 84, 16302 * MIB, 64 * MIB),
     _card("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, 33_677_180_928, 96 * MIB),
 )
 

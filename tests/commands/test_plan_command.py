@@ -72,7 +72,7 @@ def test_largest_batch():
 def test_cards_sensitivity_and_versus():
     result = run("plan", "gpt2", "--cards", "--sensitivity", "--versus", "--recompute full -b 16")
     assert result.exit_code == 0
-    assert "h200-141gb    139.80 GiB" in result.output
+    assert "h200-141gb 139.80 GiB" in " ".join(result.output.split())
     assert "batch +50 %" in result.output
     assert "versus: gpt2, batch 16, sequence 1024" in result.output
     assert max(map(len, result.output.splitlines())) <= 80

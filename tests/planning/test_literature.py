@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import literature as lit
 import pytest
 
-from pytest_vram.planning import literature as lit
+from pytest_vram.commands.plan_report import both
+from pytest_vram.planning.activations import Recompute
 from pytest_vram.planning.configs import named
+from pytest_vram.planning.plan import Setup, make_plan
 from pytest_vram.planning.shapes import decoder
+from pytest_vram.planning.states import (
+    OPTIMIZERS,
+    PRECISIONS,
+    Lora,
+    per_parameter,
+    quantised_size,
+)
 
 GB, GIB, MIB = 10**9, 2**30, 2**20
 
@@ -29,6 +39,59 @@ def test_fixed_bills_and_activations_together():
     assert round((112 * GB + 4 * activations) / GB) == 256
     assert 208 + 5 == 213  # 13B, one sample, checkpointed
     assert 28 + 28 + 56 + int(lit.rule_of_thumb(32, 512, 4096, 32) / GB) + 5 == 138
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("llama-7b", 4), ("llama-13b", 5)])
+def test_checkpointed_activations_stay_below_the_usual_allowance(name, allowed):
+    """4 GB (7B) and 5 GB (13B), B=1, S=2048: no formula makes them. Layer inputs are 0.5 and 0.8
+    GB, one layer with explicit attention 1.1 and 1.4; with the gradients of the layer that is run
+    again the largest moment is a fifth below the allowance."""
+    setup = Setup(
+        named(name),
+        sequence=2048,
+        precision=PRECISIONS["bf16-pure"],
+        attention="explicit",
+        recompute=Recompute("full"),
+    )
+    moments = {moment.name: moment.bills for moment in make_plan(setup).moments}
+    bills = moments["backward, in the last layer"]
+    assert bills["activations"] + bills["temporary"] == pytest.approx(0.8 * allowed * GB, rel=0.05)
+
+
+def test_both_units_of_the_same_figure():
+    """7e9 x 16 B = 112 GB = 104.3 GiB."""
+    assert both(7 * GB * 16) == "104.31 GiB (112.00 GB)"
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "billions"),
+    [(48, 6144, 64, 22), (96, 12288, 96, 175), (105, 20480, 128, 530), (128, 25600, 160, 1008)],
+    ids=["22B", "175B", "530B", "1T"],
+)
+def test_the_models_of_korthikanti_et_al(layers, hidden, heads, billions):
+    """Table 3 of arXiv 2205.05198, vocabulary 51,200 and 2,048 positions (section 6)."""
+    shape = decoder(layers=layers, hidden=hidden, heads=heads, vocab=51200, positions=2048)
+    assert round(shape.parameters / GB) == billions
+
+
+@pytest.mark.parametrize(("rank", "millions"), [(1, 4.7), (8, 37.7)])
+def test_lora_on_gpt_3(rank, millions):
+    """Hu et al. 2021 (arXiv 2106.09685), table 4: 4.7M and 37.7M trainable parameters of 175B, on
+    the query and value matrices."""
+    shape = decoder(layers=96, hidden=12288, heads=96, vocab=50257, positions=2048)
+    adapters = Lora(rank, ("q", "v")).weights(shape.weights())
+    assert round(sum(weight.total for weight in adapters) / 1e6, 1) == millions
+
+
+def test_qlora_figures():
+    """Dettmers et al. 2023 (arXiv 2305.14314): 16-bit fine-tuning of 65B takes more than 780 GB
+    (section 1: 12 bytes a parameter), double quantisation saves 0.373 bits a
+    parameter, about 3 GB for 65B (section 3)."""
+    made = per_parameter(PRECISIONS["bf16-plain"], OPTIMIZERS["adamw"], state_size=4)
+    assert 65 * made.total == 780
+    saved = quantised_size("nf4", 2) - quantised_size("nf4-double", 2)
+    assert round(8 * saved, 3) == 0.373
+    assert round(65 * saved) == 3
 
 
 def test_the_rule_of_thumb():
