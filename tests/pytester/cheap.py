@@ -63,6 +63,8 @@ class CheapProject:
         self.path = path
         self.notes = path / "notes"
         self.notes.mkdir(parents=True)
+        self.temporary = path / "temporary"
+        self.temporary.mkdir()
         self.modules = [f"test_m{number}.py" for number in range(modules)]
         for name in self.modules:
             (path / name).write_text("def test_x(at): pass\n")
@@ -86,6 +88,7 @@ class CheapProject:
                 **os.environ,
                 "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
+                "TMPDIR": str(self.temporary),  # killed runs leave something there
                 "NOTES": str(self.notes),
                 "WHO": who,
                 "GENERATION": str(generation),

@@ -149,6 +149,14 @@ class Killer:
                 assert len(new) == sum(map(int, counts)), said
 
 
+def test_a_run_with_workers_leaves_nothing_else(cheap: CheapProject) -> None:
+    assert cheap.run("-n2")[0] == 0
+    assert list(cheap.temporary.glob("pytest-vram*")) == []
+    assert sorted(path.name for path in cheap.store.directory.iterdir()) == [
+        ".gitignore", ".lock", "test_m0.yaml", "test_m1.yaml", "test_m2.yaml",
+    ]  # fmt: skip
+
+
 # ---- Ctrl-C
 
 INTERRUPTS = """
