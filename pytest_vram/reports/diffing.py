@@ -215,7 +215,7 @@ def text(diff: ReportDiff) -> str:
 
 
 def _label(test: TestDiff) -> str:
-    label = STATUSES[test.status]
+    label = test.missing or STATUSES[test.status]
     return f"{label}, newly fails" if test.newly_fails else label
 
 

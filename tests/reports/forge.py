@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import yaml
+
+import pytest_vram
 
 BOT = {"user": {"login": "github-actions[bot]", "type": "Bot"}, "author_association": "NONE"}
 STRANGER = {"user": {"login": "mallory", "type": "User"}, "author_association": "NONE"}
@@ -305,7 +308,10 @@ class Forge:
         run.inputs = {name: run.filled(value) for name, value in run.inputs.items()}
         run.environ = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            # What `pip install` would have brought, also for an environment that a step makes.
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(pytest_vram.__file__).parents[1]), sysconfig.get_path("purelib")]
+            ),
             "HOME": str(place),
             "CI": "true",
             "GITHUB_ACTIONS": "true",

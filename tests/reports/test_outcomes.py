@@ -63,5 +63,5 @@ def test_a_lost_test_is_a_failure_of_the_report_and_of_a_comparison():
     assert compare_reports(report(record(), record("test_other")), skipped).exit_code == 0
     new = compare_reports(report(record("test_other")), head)
     assert new.exit_code == 1
-    assert "without figures on one side, newly fails: tests/test_a.py::test_it\n" in diff_text(new)
+    assert "lost with its worker, newly fails: tests/test_a.py::test_it\n" in diff_text(new)
     assert compare_reports(head, head).exit_code == 0
