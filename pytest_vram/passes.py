@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 class Outcome:
     """What one pass saw. ``kind``: ``simulation``, ``measurement`` or ``numerics``. ``error`` is
     what the test body raised, in the file ``raised_in``. ``held``: bytes on the device that
-    fixtures own at the end. ``observed``: who referred to what, and ``attention``: the kernels
-    chosen, ``plan``: what the closed form predicts (simulation only)."""
+    fixtures own at the end. ``optimizers``: whether the test made any. ``observed``: who referred
+    to what, ``attention``: the kernels chosen, ``plan``: what the closed form predicts (simulation
+    only)."""
 
     kind: str
     device: str
@@ -58,6 +59,7 @@ class Outcome:
     losses: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
     held: int = 0
+    optimizers: bool = False
     observed: Observed | None = None
     attention: tuple[Any, ...] = ()
     plan: Plan | None = None
@@ -143,7 +145,7 @@ def simulate(body: Body, profile: Profile) -> Outcome:
     with _fixed_conditions(outcome), Simulation(profile) as simulation:
         with (
             Watch(values=False) as watch,
-            MemoryWatch() as memory,
+            MemoryWatch(simulation.allocation_of) as memory,
             Observer(simulation) as observer,
             ExitStack() as stack,
         ):
@@ -295,6 +297,7 @@ def _read_watch(
     watch: Watch, budget: Budget, outcome: Outcome, replay: Watch | None = None
 ) -> None:
     outcome.findings = tuple(watch.findings(budget, replay))
+    outcome.optimizers = watch.has_optimizers
     outcome.losses = tuple(watch.losses) if watch.values else ()
     outcome.notes += tuple(watch.notes) if watch.values else ()
     outcome.scaler = tuple(

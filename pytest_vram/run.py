@@ -311,6 +311,7 @@ class ItemRun:
                 estimate=estimate,
                 held=memory.held,
                 complete=memory.error is None,
+                optimizers=memory.optimizers,
                 strict=self.settings.strict,
                 update=self.settings.update,
             )
@@ -376,10 +377,13 @@ class ItemRun:
         from pytest_vram.numerics.memory_causes import with_causes
 
         simulated = self._outcomes[0]
+        observed = simulated.observed
+        if observed is not None and self._memory is not simulated:
+            observed = observed.elsewhere()
         return with_causes(
             findings,
             self._memory.trace,
-            simulated.observed,
+            observed,
             growth=self.budget.growth,
             attention=simulated.attention,
         )

@@ -49,6 +49,7 @@ def judge_memory(
     estimate: Ledger | None = None,
     held: int = 0,
     complete: bool = True,
+    optimizers: bool = True,
     strict: bool = False,
     update: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
@@ -56,7 +57,8 @@ def judge_memory(
 
     ``stored`` are the baselines of this test by environment key, ``now`` its new record, ``held``
     the bytes that fixtures and the test's instance still own after the test. ``complete`` is false
-    where the test body ended early: what is alive then is not a leak.
+    where the test body ended early: what is alive then is not a leak. ``optimizers``: whether the
+    test made any, so that it was meant to train.
     """
     findings: list[Finding] = []
     findings += over_budget(ledger, budget)
@@ -75,7 +77,7 @@ def judge_memory(
     if ledger.peak_allocated == 0:
         findings.append(nothing_allocated(ledger))
     elif not ledger.steps or not _trained(ledger):
-        findings.append(never_trained(strict))
+        findings.append(never_trained(strict, optimizers))
     return in_order(findings)
 
 
@@ -439,10 +441,11 @@ def nothing_allocated(ledger: Ledger) -> Finding:
     )
 
 
-def never_trained(strict: bool) -> Finding:
+def never_trained(strict: bool, optimizers: bool) -> Finding:
+    """A test without an optimizer is about a forward, or memory alone: worth a note only."""
     return Finding(
         "not-checked",
-        "fail" if strict else "warn",
+        ("fail" if strict else "warn") if optimizers else "note",
         "VRAM: the test never trained (no backward and no optimizer step were seen); only its "
         "memory was checked",
         hint="call vram.train(...), or step an optimizer",

@@ -234,6 +234,8 @@ def test_never_trained() -> None:
     assert kinds(judge(script.ledger(), stored=baseline(script), strict=True)) == [
         ("not-checked", "fail")
     ]
+    forward = judge(script.ledger(), stored=baseline(script), strict=True, optimizers=False)
+    assert kinds(forward) == [("not-checked", "note")]
 
 
 def test_out_of_memory() -> None:

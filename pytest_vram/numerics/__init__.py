@@ -15,8 +15,10 @@ from pytest_vram.numerics.diagnosis import Birth, Diagnosis
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import FiniteWatch, read_loss
 from pytest_vram.numerics.probes import Probes
+from pytest_vram.numerics.remedies import remedy
 from pytest_vram.numerics.scaler import ScalerHistory, ScalerWatch, judge
-from pytest_vram.numerics.training_checks import TrainingWatch
+from pytest_vram.numerics.training_checks import TrainingWatch, matches
+from pytest_vram.numerics.unheld import UnheldWatch
 from pytest_vram.numerics.wiring import WiringWatch
 
 __all__ = ["CpuStandIn", "ScalerHistory", "Watch"]
@@ -39,6 +41,7 @@ class Watch:
         self._finite = FiniteWatch(self._loop, values)
         self._wiring = WiringWatch(self._loop, values)
         self._training = TrainingWatch(self._loop, values, self._finite.losses)
+        self._unheld = UnheldWatch(self._loop)
         self._probes = Probes((), values, unit_scale=diagnose)
         self._probes.capture = read_loss if values else None
         self._scaler = ScalerWatch(self._loop, self._probes)
@@ -52,6 +55,7 @@ class Watch:
             self._scaler,
             self._finite,
             self._training,
+            self._unheld,
         )
         self._stack = ExitStack()
         self._remarks: tuple[str, ...] = ()
@@ -92,6 +96,10 @@ class Watch:
         return max((r.attempts for r in self._loop.optimizers.values()), default=0)
 
     @property
+    def has_optimizers(self) -> bool:
+        return bool(self._loop.optimizers)
+
+    @property
     def saw_training(self) -> bool:
         """Whether there was anything to check: a backward or a module's forward."""
         return bool(self._loop.backwards or self._loop.forwards)
@@ -125,17 +133,30 @@ class Watch:
         warmup = int(getattr(budget, "warmup", 1) or 0)
         allowed = getattr(budget, "skipped_steps", None)
         at_one = replay.finite_gradients if replay is not None and self.scaler.used else None
+        patterns = _patterns(budget)
         found = [
             *self._wiring.found.values(),
-            *judge(self.scaler, warmup, allowed, at_one, text),
-            # The first that was noticed; the rest followed from it.
-            *(_with_detail(finding, text) for finding in [*self._finite.found.values()][:1]),
-            *self._training.findings(_patterns(budget), self.scaler.skipped),
+            *judge(self.scaler, warmup, allowed, at_one, text, remedy(birth)),
+            *(_diagnosed(finding, birth) for finding in self._first_not_finite()),
+            *self._training.findings(patterns, self.scaler.skipped, self._explained()),
+            *self._unheld.findings(lambda name: bool(patterns) and matches(name, patterns)),
         ]
         if replay is not None and not self.saw_training:
             found += replay.loose_ends(birth)
         self._remarks = tuple(one.sentence for one in found if one.severity == "note")
         return tuple(one for one in found if one.severity != "note")
+
+    def _explained(self) -> set[str]:
+        """What a parameter without gradient would be told for, that other findings say better."""
+        replaced = any(one.why == "late" for one in self._unheld.unheld)
+        return self._wiring.explained() | ({"unknown"} if replaced else set())
+
+    def _first_not_finite(self) -> list[Finding]:
+        """The first that was noticed, the rest followed from it; nothing where a step went around
+        the scaler, which would have rejected it."""
+        first = [*self._finite.found.items()][:1]
+        bypassed = {"second step", "scaled step"} & self._wiring.found.keys()
+        return [found for key, found in first if key == "loss" or not bypassed]
 
     # ---- as a replay
 
@@ -161,13 +182,9 @@ class Watch:
         assert self._diagnosis is not None
         result = []
         if birth is not None and birth.what == "NaN":
-            hint = (
-                "mask with a finite value inside the dtype's range and zero the empty rows"
-                if "softmax" in birth.operator
-                else ""
-            )
             sentence = f"NaN appeared: {birth.text()}"
-            result.append(Finding("non-finite", "fail", sentence, (), hint, {"what": "operator"}))
+            data = {"what": "operator"}
+            result.append(Finding("non-finite", "fail", sentence, (), remedy(birth), data))
         for refusal in self._diagnosis.refused[:1]:
             result.append(
                 Finding(
@@ -182,8 +199,14 @@ class Watch:
         return result
 
 
-def _with_detail(finding: Finding, text: str) -> Finding:
-    return replace(finding, details=(*finding.details, text)) if text else finding
+def _diagnosed(finding: Finding, birth: Birth | None) -> Finding:
+    """With the operator that explains it, and what to do about that one."""
+    if birth is None:
+        return finding
+    if birth.data and finding.data.get("parameters"):
+        return finding  # the data in question are the parameters themselves
+    details = (*finding.details, f"first non-finite operator: {birth.text()}")
+    return replace(finding, details=details, hint=remedy(birth) or finding.hint)
 
 
 def _patterns(budget: Any) -> Sequence[str]:

@@ -29,6 +29,8 @@ _INTENDED = {
     "scalar_tensor", "lift_fresh", "lift_fresh_copy", "constant_pad_nd", "index_put_",
     "scatter", "scatter_",
 }  # fmt: skip
+#: They move values and look at none.
+_MOVES = {"copy_", "clone", "_to_copy", "cat", "stack", "select", "slice", "index_select"}
 #: Their output is not defined yet.
 _UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
 _SOFTMAX = {"_softmax", "_log_softmax", "softmax", "log_softmax"}
@@ -56,7 +58,8 @@ class Birth:
         phase = "backward of " if self.backward else ""
         head = f"{phase}{self.operator} ({where}{self.dtype}, {self.line})"
         if self.data:
-            return f"{head} got an input that already held {self.what}: look at the data"
+            source = self.cause or "look at the data"
+            return f"{head} got an input that already held {self.what}: {source}"
         if self.origin is not None:
             tail = f": {self.detail}" if self.detail else ""
             return f"{self.origin.text()}; then {head} made {self.what} of it{tail}"
@@ -176,7 +179,14 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         before, maker = held
         passed_on = bool(before) and not (made == "NaN" and before != "NaN")
-        if passed_on:
+        written = maker is not None and maker.intended and before == "NaN"
+        if passed_on and maker is not None and written and name not in _INTENDED | _MOVES:
+            # Masks are written as inf, never as NaN: this came with the data.
+            cause = f"it was written at {maker.line}"
+            birth = self._birth(name, args, made, node, data=True, what=before)
+            birth = replace(birth, cause=cause)
+            self.births.append(birth)
+        elif passed_on:
             birth = maker or self._birth(name, args, made, node, data=True, what=before)
             if maker is None:
                 self.births.append(birth)

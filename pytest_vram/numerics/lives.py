@@ -19,6 +19,7 @@ class Life:
     birth: int
     death: int
     phase: Phase  #: in which it was made
+    index: int = -1  #: of the allocation in the Trace
 
     @property
     def block(self) -> int:
@@ -91,7 +92,7 @@ class Lives:
             self.peak_reserved = max(self.peak_reserved, reserved)
         end = len(self.trace.events)
         for index, position, at in births:
-            life = Life(self.trace.allocations[index], position, deaths.get(index, end), at)
+            life = Life(self.trace.allocations[index], position, deaths.get(index, end), at, index)
             self.all.append(life)
 
     def repetition(self, number: int) -> int:

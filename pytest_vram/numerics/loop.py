@@ -50,6 +50,8 @@ class OptimizerRecord:
     attempts: int = 0
     waiting: bool = False  #: a backward happened since its last attempt
     loaded_at: str = ""  #: line of a load_state_dict with a non-empty state
+    scalers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    scalers_met: int = 0  #: gradient scalers that ever stepped it, the dead ones included
     scheduler_steps: dict[int, int] = field(default_factory=dict)
 
 
@@ -66,10 +68,12 @@ class Loop(Listener):
         self.step = 1
         self.forwards = 0
         self.backwards = 0
+        self.autocast_dtype: torch.dtype | None = None  # of the last forward with gradients
         self.optimizers: dict[int, OptimizerRecord] = {}
         self.gradients: dict[int, GradientState] = {}
         self._stepped: set[int] = set()  # optimizers that stepped in this step
         self.forwards_since_update: dict[int, int] = {}  # per outermost module, with gradients
+        self.outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # ran by themselves
         self._ran: dict[int, int] = {}  # module -> number of the forward it last ran in
         self._ran_without_graph: set[int] = set()
         self._update_forward = 0  # forwards when an optimizer last stepped
@@ -86,7 +90,9 @@ class Loop(Listener):
     def forward_begins(self, module: nn.Module) -> None:
         self.forwards += 1
         self.names.note(module)
+        self.outermost.add(module)
         if torch.is_grad_enabled():
+            self.autocast_dtype = autocast_dtype()
             count = self.forwards_since_update.get(id(module), 0)
             self.forwards_since_update[id(module)] = count + 1
 
@@ -268,6 +274,14 @@ class Loop(Listener):
                 state.scale = 1.0
             state.applied, state.contributions = True, 0
             state.applied_as = _fingerprint(grad)
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """What autocast casts to here; ``None`` outside of any region."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None
 
 
 def version(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from pytest_vram.findings import Finding, Severity
 from pytest_vram.numerics.lives import Life, Lives, in_words
 from pytest_vram.numerics.memory_explain import explain
-from pytest_vram.numerics.memory_watch import Holder, Observed
+from pytest_vram.numerics.memory_watch import GraphHolder, Holder, Observed
 from pytest_vram.quantities import format_bytes
 from pytest_vram.sim.allocator import Block, CachingAllocator
 from pytest_vram.trace import Trace
@@ -40,6 +40,8 @@ def judge(
     found = [
         *leaks(lives, observed, growth),
         *survivors(lives, observed),
+        *kept_graphs(lives, observed),
+        *evaluation(lives, observed),
         *checkpointing(lives, observed),
         *old_gradients(lives, observed),
         *loaded_twice(observed),
@@ -87,8 +89,7 @@ def leaks(lives: Lives, observed: Observed, growth: int) -> list[Finding]:
                 f"the graph behind {holder.who} grows with every step ({counts} nodes): it keeps "
                 "the graphs of all steps so far",
                 f"seen at {holder.line}",
-                hint="add up numbers, not tensors with a graph: total += loss.item() or "
-                "loss.detach()",
+                hint=_detach(holder),
                 kind="leak",
                 nodes=list(holder.nodes),
             )
@@ -118,17 +119,26 @@ def _cycle(lives: Lives, observed: Observed, allowed: int) -> Finding | None:
         hint="break the cycle (del, weakref) or hold the tensor outside of it: the collector runs "
         "by object counts, not by bytes",
         kind="leak",
-        collected=worst.released,
+        bytes=worst.released,
     )
+
+
+def _detach(holder: GraphHolder) -> str:
+    if not holder.who.startswith("variable"):
+        return "store .item() or .detach(), not tensors with a graph"
+    if holder.scalar:
+        return "add up numbers, not tensors with a graph: total += loss.item() or loss.detach()"
+    name = holder.who.split("'")[1]
+    return f"cut the graph between steps: {name} = {name}.detach()"
 
 
 def _growth(observed: Observed, last: list[int]) -> Finding:
     if observed.graphs:
         holder = observed.graphs[0]
         counts = ", ".join(map(str, holder.nodes))
-        why = f"{holder.who} has a grad_fn and keeps every step's graph ({counts} nodes)"
-        hint = "add up numbers, not tensors with a graph: total += loss.item() or loss.detach()"
-        line = holder.line
+        has = "has a grad_fn" if holder.who.startswith("variable") else "holds tensors with a graph"
+        why = f"{holder.who} {has} and keeps every step's graph ({counts} nodes)"
+        hint, line = _detach(holder), holder.line
     elif observed.containers:
         why = f"{observed.containers[0]} keeps tensors of past steps"
         hint, line = "store .item() or .detach().cpu(), or clear it each step", ""
@@ -179,11 +189,17 @@ def _kept(holders: list[Holder], lives: Lives) -> list[tuple[Holder, Life]]:
     kept = []
     for holder in holders:
         for life in free:
-            if life.dtype == holder.dtype and life.requested == holder.size:
+            if _is_held(life, holder):
                 kept.append((holder, life))
                 free.remove(life)
                 break
     return kept
+
+
+def _is_held(life: Life, holder: Holder) -> bool:
+    if holder.allocation >= 0:
+        return life.index == holder.allocation
+    return life.dtype == holder.dtype and life.requested == holder.size
 
 
 def _attributes(kept: list[tuple[Holder, Life]], size: int, repetition: int) -> Finding:
@@ -230,6 +246,50 @@ def _variables(kept: list[tuple[Holder, Life]], size: int, repetition: int) -> F
         bytes=size,
         variables=[holder.who for holder, _ in kept],
     )
+
+
+def kept_graphs(lives: Lives, observed: Observed) -> list[Finding]:
+    """Activations of a step that is over: backward was told to keep them, and something still
+    refers to the graph."""
+    if not observed.retains:
+        return []
+    for number in range(2, len(observed.alive) + 1):
+        kept = [
+            life
+            for life in lives.alive_at(lives.repetition(number))
+            if life.bill == "activations" and life.phase.step
+        ]
+        size = sum(life.block for life in kept)
+        if kept and _matters(size, lives):
+            return [
+                _cause(
+                    "warn",
+                    f"{format_bytes(size)} of activations of step {number - 1} are still alive as "
+                    f"step {number} begins: backward(retain_graph=True) at {observed.retains} "
+                    "keeps the graph",
+                    f"{len(kept)} tensors, the largest {in_words(*_widest(kept))}",
+                    hint="drop retain_graph, or let go of the loss and the outputs before the next "
+                    f"forward (del loss); saves {format_bytes(size)}",
+                    bytes=size,
+                )
+            ]
+    return []
+
+
+def evaluation(lives: Lives, observed: Observed) -> list[Finding]:
+    if not observed.eval_with_graph:
+        return []
+    held = lives.bill_at_peak("activations")
+    return [
+        _cause(
+            "warn",
+            "the model ran in eval mode with gradients on, again and again without a backward, at "
+            f"{observed.eval_with_graph}: each forward saves its activations for nothing",
+            f"activations at the peak {format_bytes(held)}",
+            hint="evaluate inside torch.no_grad() or torch.inference_mode()",
+            bytes=held,
+        )
+    ]
 
 
 # ---- checkpointing
@@ -280,7 +340,7 @@ def _one_segment(lives: Lives, observed: Observed, recomputed: list[Life]) -> li
             f"peak {format_bytes(lives.peak)} in {lives.peak_phase}",
             hint="checkpoint each block (checkpoint_sequential with as many segments as blocks); a "
             f"segment of one in k blocks holds about 1/k of the {format_bytes(back)}",
-            recomputed=back,
+            bytes=back,
             activations=held,
         )
     ]
@@ -302,7 +362,12 @@ def old_gradients(lives: Lives, observed: Observed) -> list[Finding]:
     size = sum(life.block for life in old)
     if not _matters(size, lives):
         return []
-    keeps = observed.zero_keeps
+    keeps, zeroed = observed.zero_keeps, observed.zeroed
+    why = "nothing clears them (no zero_grad was seen)"
+    if keeps:
+        why = f"zero_grad at {keeps} keeps them (set_to_none=False)"
+    elif zeroed:
+        why = f"zero_grad at {zeroed} comes after the forward"
     return [
         _cause(
             "warn",
@@ -310,7 +375,7 @@ def old_gradients(lives: Lives, observed: Observed) -> list[Finding]:
             f"{max(life.phase.step for life in old)} are still alive: {format_bytes(size)}, which "
             "step 1 did not have",
             f"{len(old)} gradients, the largest {in_words(*_widest(old))}",
-            *([f"zero_grad at {keeps} keeps them (set_to_none=False)"] if keeps else []),
+            why,
             hint="call optimizer.zero_grad(set_to_none=True) before the forward, right after the "
             f"step; saves {format_bytes(size)} at the peak",
             bytes=size,
@@ -361,6 +426,7 @@ def fragmentation(lives: Lives) -> list[Finding]:
             hint=f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {saved}"
             if better < lives.peak_reserved * 0.9
             else "pad to a few fixed lengths, the largest first, or empty_cache() between them",
+            bytes=unused,
             reserved=lives.peak_reserved,
             allocated=lives.peak,
             expandable=better,
@@ -447,8 +513,9 @@ def with_causes(
     growth: int,
     attention: Sequence[Any] = (),
 ) -> list[Finding]:
-    """``findings`` of a pass and what explains them: faults in themselves, and, next to a failure
-    of memory, what the peak consists of. A leak that was found by its slope gets its cause."""
+    """``findings`` of a pass and what explains them. Faults that only warn become causes of a
+    failure of memory where there is one, beside what the peak consists of. A leak that was found by
+    its slope gets its cause."""
     if trace is None or observed is None:
         return list(findings)
     causes = list(judge(trace, observed, growth=growth, attention=attention))
@@ -460,19 +527,42 @@ def with_causes(
             told[number] = replace(finding, details=details, hint=leak.hint)
             causes.remove(leak)
             break
+    if observed.creates:
+        told = [_with_double_backward(finding, observed.creates) for finding in told]
     if leak is not None:  # what a leak keeps also survives each step
         causes = [cause for cause in causes if "variables" not in cause.data]
     for number, finding in enumerate(told):
         if finding.severity == "fail" and finding.kind in _ASKS_WHY:
-            told[number] = _explained(finding, explain(trace, observed))
+            reasons = [cause for cause in causes if cause.severity == "warn"]
+            consists = explain(trace, observed, fallback=not causes)
+            told[number] = _explained(finding, [*reasons, *consists])
+            causes = [cause for cause in causes if cause.severity != "warn"]
             break
     return told + causes
 
 
+def _with_double_backward(finding: Finding, line: str) -> Finding:
+    """``create_graph=True`` makes each gradient refer to its parameter and back: a cycle in C++,
+    which Python's collector does not see (torch.autograd.backward's own warning)."""
+    if finding.kind != "leak" or "held" not in finding.data:
+        return finding
+    cause = f"cause: backward(create_graph=True) at {line}: parameter and .grad refer to each other"
+    hint = "use torch.autograd.grad(..., create_graph=True), or set .grad = None after the step"
+    return replace(finding, details=(cause, *finding.details), hint=hint)
+
+
 def _explained(finding: Finding, notes: Sequence[Finding]) -> Finding:
-    """The failure with what it consists of, each with its remedy."""
-    lines = [line for note in notes for line in (f"cause: {note.sentence}", f"  {note.hint}")]
-    causes = [{"sentence": note.sentence, "bytes": note.data["bytes"]} for note in notes]
+    """The failure with its causes, each with its figures and its remedy."""
+    lines: list[str] = []
+    for note in notes:
+        lines.append(f"cause: {note.sentence}")
+        # What an explanation lists, the table of the failure shows already.
+        lines += (f"  {line}" for line in (note.details if note.severity == "warn" else ()))
+        lines.append(f"  hint: {note.hint}")
+    causes = [
+        {"sentence": note.sentence, "bytes": note.data["bytes"], "hint": note.hint}
+        for note in notes
+    ]
     return replace(
         finding, details=(*finding.details, *lines), data={**finding.data, "causes": causes}
     )

@@ -25,14 +25,19 @@ _SCORES = {
 }  # fmt: skip
 
 
-def explain(trace: Trace, observed: Observed, *, most: int = 4) -> tuple[Finding, ...]:
-    """Notes on the peak of a settled ``trace``, those with the most bytes first."""
+def explain(
+    trace: Trace, observed: Observed, *, most: int = 4, fallback: bool = True
+) -> tuple[Finding, ...]:
+    """Notes on the peak of a settled ``trace``, those with the most bytes first. ``fallback``:
+    where nothing stands out, say which line makes the most."""
     lives = Lives(trace)
     notes = [note for reader in _READERS for note in reader(lives, observed)]
     least = max(256 << 10, lives.peak // 50)
     notes = [note for note in notes if note.data["bytes"] >= least]
     notes.sort(key=lambda note: -int(note.data["bytes"]))
-    return tuple(notes[:most]) or tuple(lines_of_activations(lives))
+    if not notes and fallback:
+        notes = lines_of_activations(lives)
+    return tuple(notes[:most])
 
 
 def _note(sentence: str, size: int, *details: str, hint: str) -> Finding:
@@ -322,7 +327,7 @@ def foreach_temporaries(lives: Lives, observed: Observed) -> list[Finding]:
         _note(
             f"optimizer temporaries: {format_bytes(size)}{factor} at the peak, which is in the "
             f"{lives.peak_phase.name} phase (step {lives.peak_phase.step}): {name} runs its "
-            f"foreach implementation ({operators})",
+            f"foreach implementation at {foreach[0].frame} ({operators})",
             size,
             hint=f"{name}(..., fused=True) or foreach=False; saves {format_bytes(size)}",
         )

@@ -12,15 +12,24 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pytest_vram.numerics.frames import local_variables, shown, user_frames, user_line
+from pytest_vram.numerics.frames import user_line
+from pytest_vram.numerics.holders import (
+    Container,
+    Graph,
+    containers,
+    direct_tensors,
+    graphs,
+    is_a,
+    variables,
+)
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.names import dtype_name
 from pytest_vram.numerics.probes import Backward, Listener, Probes, Update
@@ -40,15 +49,17 @@ class Holder:
     dtype: str
     size: int
     repetition: int
+    allocation: int = -1  #: index in the Trace, where the recorder knows it
 
 
 @dataclass(frozen=True, slots=True)
 class GraphHolder:
-    """A scalar whose graph grows from repetition to repetition."""
+    """A variable whose graph reaches back into the step before, and grows so."""
 
     who: str
     nodes: tuple[int, ...]
     line: str
+    scalar: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +96,38 @@ class Observed:
     parameters: list[ParameterSize] = field(default_factory=list)
     foreach: list[str] = field(default_factory=list)
     zero_keeps: str = ""
+    zeroed: str = ""  #: line of the last zero_grad
+    retains: str = ""  #: line of the first backward(retain_graph=True)
+    creates: str = ""  #: line of the first backward(create_graph=True)
+    eval_with_graph: str = ""  #: line of a forward in eval mode that needed torch.no_grad()
     compiled: list[str] = field(default_factory=list)
     loaded: list[tuple[str, int]] = field(default_factory=list)  #: saved states still alive
 
+    def elsewhere(self) -> Observed:
+        """For the Trace of another recorder, whose allocations have other indices."""
+        return replace(self, holders=[replace(one, allocation=-1) for one in self.holders])
+
 
 class MemoryWatch(Listener):
-    """Context manager around a simulated (or measured) pass; ``observed`` is what it saw.
+    """Context manager around a simulated pass; ``observed`` is what it saw.
 
-    ``allocated()`` says how many bytes the device holds now (default: ``torch.cuda``).
+    ``allocation_of(tensor)`` is the index in the Trace of the allocation behind a tensor, or -1.
     """
 
-    def __init__(self, allocated: Callable[[], int] | None = None) -> None:
+    def __init__(self, allocation_of: Callable[[Tensor], int] = lambda tensor: -1) -> None:
         self.observed = Observed()
-        self._allocated = allocated or (lambda: int(torch.cuda.memory_allocated()))
+        self._allocation_of = allocation_of
         self._loop = Loop(values=False)
         self._probes = Probes((self._loop, self), values=False)
         self._stack = ExitStack()
         self._first_root: int | None = None
         self._after_backward = True
-        self._graph_sizes: dict[str, list[int]] = {}
-        self._container_sizes: dict[str, list[int]] = {}
+        self._graphs: dict[str, list[Graph]] = {}
+        self._newest = 0  # number of the newest node at the last look
+        self._containers: dict[str, list[Container]] = {}
         self._states: list[tuple[str, list[weakref.ref[Tensor]]]] = []
         self._described = False
+        self._eval_forwards, self._eval_line = 0, ""
         self._collecting: tuple[int, list[tuple[str, weakref.ref[Any]]]] | None = None
         self._searched = False  # for a cycle, because live bytes grew
 
@@ -124,13 +145,29 @@ class MemoryWatch(Listener):
         tb: TracebackType | None,
     ) -> None:
         self._stack.close()
-        for key, sizes in self._graph_sizes.items():
-            if _grows(sizes):
-                who, _, line = key.partition("\n")
-                self.observed.graphs.append(GraphHolder(who, tuple(sizes), line))
-        for who, sizes in self._container_sizes.items():
-            if _grows(sizes):
-                self.observed.containers.append(f"{who} ({sizes[0]} -> {sizes[-1]} tensors)")
+        self._settle_eval()
+        self._read_graphs()
+        self._read_containers()
+
+    def _read_graphs(self) -> None:
+        for who, found in self._graphs.items():
+            nodes, last = [graph.nodes for graph in found], found[-1]
+            if _grows(nodes, looks=3):
+                holder = GraphHolder(who, tuple(nodes), last.line, last.scalar)
+                self.observed.graphs.append(holder)
+
+    def _read_containers(self) -> None:
+        """Those that gained tensors at every look, the one that gained most and, of several that
+        hold each other, the innermost first."""
+        growing = [
+            looks
+            for looks in self._containers.values()
+            if _grows([look.tensors for look in looks], looks=2)
+        ]
+        growing.sort(key=lambda seen: (seen[0].tensors - seen[-1].tensors, -seen[-1].depth))
+        self.observed.containers = [
+            f"{seen[-1].who} ({seen[0].tensors} -> {seen[-1].tensors} tensors)" for seen in growing
+        ]
 
     def _patch_compile(self) -> None:
         compile_ = torch.compile
@@ -146,6 +183,7 @@ class MemoryWatch(Listener):
     # ---- repetitions
 
     def forward_begins(self, module: nn.Module) -> None:
+        self._note_eval(module)
         if not torch.is_grad_enabled() and torch.is_autocast_enabled("cuda"):
             self.observed.no_grad_autocast = self.observed.no_grad_autocast or user_line()
         if not self._after_backward and not self._same_root(module):
@@ -155,13 +193,28 @@ class MemoryWatch(Listener):
         self._after_backward = False
         self._repetition()
 
+    def _note_eval(self, module: nn.Module) -> None:
+        """Forwards in eval mode that build graphs which no backward uses: it would need no_grad."""
+        wasteful = not module.training and torch.is_grad_enabled()
+        if wasteful and any(p.requires_grad for p in module.parameters()):
+            self._eval_forwards += 1
+            if self._eval_forwards == 2:
+                self._eval_line = user_line()
+        elif module.training:
+            self._settle_eval()
+
+    def _settle_eval(self) -> None:
+        if self._eval_forwards >= 2 and not self.observed.eval_with_graph:
+            self.observed.eval_with_graph = self._eval_line
+        self._eval_forwards = 0
+
     def _same_root(self, module: nn.Module) -> bool:
         """Without any backward a repetition is another forward of the module that came first."""
         return not self.observed.backwards and id(module) == self._first_root
 
     def _repetition(self) -> None:
         seen = self.observed
-        alive = self._allocated()
+        alive = int(torch.cuda.memory_allocated())
         seen.alive.append(alive)
         number = len(seen.alive)
         if number >= 4 and not self._searched and _keeps_growing(seen.alive):
@@ -175,13 +228,13 @@ class MemoryWatch(Listener):
         if info.get("generation") != 2:
             return
         if phase == "start":
-            self._collecting = (self._allocated(), _objects_with_tensors())
+            self._collecting = (int(torch.cuda.memory_allocated()), _objects_with_tensors())
             return
         if self._collecting is None:
             return
         before, candidates = self._collecting
         self._collecting = None
-        released = before - self._allocated()
+        released = before - int(torch.cuda.memory_allocated())
         if released < SUSPICIOUS:
             return
         ended = Counter(kind for kind, reference in candidates if reference() is None)
@@ -192,6 +245,11 @@ class MemoryWatch(Listener):
 
     def backward_begins(self, call: Backward) -> None:
         self.observed.backwards += 1
+        self._eval_forwards = 0  # they were for this loss
+        if call.creates:
+            self.observed.creates = self.observed.creates or call.line
+        elif call.retains:
+            self.observed.retains = self.observed.retains or call.line
 
     def backward_ends(self, call: Backward) -> None:
         self._after_backward = True
@@ -200,7 +258,7 @@ class MemoryWatch(Listener):
 
     def _look_at_holders(self, number: int) -> None:
         known = {id(p) for p in self._loop.parameters()}
-        holders = [*_variables(known), *self._attributes(known)]
+        holders = [*variables(known), *self._attributes(known)]
         for who, tensor in holders:
             self.observed.holders.append(
                 Holder(
@@ -209,12 +267,18 @@ class MemoryWatch(Listener):
                     dtype_name(tensor.dtype),
                     tensor.numel() * tensor.element_size(),
                     number,
+                    self._allocation_of(tensor),
                 )
             )
-        for key, nodes in _graphs():
-            self._graph_sizes.setdefault(key, []).append(nodes)
-        for who, count in _containers():
-            self._container_sizes.setdefault(who, []).append(count)
+        for graph in (found := graphs(self._newest)):
+            # It grows from step to step only if it reaches back into the step before.
+            if number == 2 or graph.oldest <= self._newest:
+                self._graphs.setdefault(graph.who, []).append(graph)
+        self._newest = max((graph.newest for graph in found), default=self._newest)
+        alive = self.observed.alive
+        if number >= 3 and alive[-1] - alive[-2] > SUSPICIOUS:
+            for container in containers():
+                self._containers.setdefault(container.who, []).append(container)
         self._states_alive()
 
     def _attributes(self, known: set[int]) -> Iterator[tuple[str, Tensor]]:
@@ -224,7 +288,7 @@ class MemoryWatch(Listener):
                 for attribute, value in list(module.__dict__.items()):
                     if attribute in ("_parameters", "_buffers", "_modules"):
                         continue
-                    for tensor in _direct_tensors(value):
+                    for tensor in direct_tensors(value):
                         if id(tensor) not in known and tensor.device.type == "cuda":
                             owner = path or type(module).__name__
                             yield f"attribute '{attribute}' of module {owner}", tensor
@@ -267,6 +331,7 @@ class MemoryWatch(Listener):
             self.observed.checkpoints.append((line, self.observed.backwards))
 
     def gradients_zeroed(self, parameters: list[Tensor], line: str) -> None:
+        self.observed.zeroed = line
         if any(p.grad is not None for p in parameters):
             self.observed.zero_keeps = line
 
@@ -301,22 +366,8 @@ def _keeps_growing(alive: list[int]) -> bool:
     return len(growths) == 2 and min(growths) > SUSPICIOUS
 
 
-def _grows(sizes: list[int]) -> bool:
-    return len(sizes) >= 3 and all(b > a for a, b in pairwise(sizes))
-
-
-def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """isinstance() asks a proxy for its class: lazy ones import then, weak ones may be dead."""
-    return issubclass(type(value), kind)
-
-
-def _direct_tensors(value: Any) -> Iterator[Tensor]:
-    if _is(value, Tensor):
-        yield value
-    elif _is(value, (list, tuple)) and len(value) < 1000:
-        yield from (inner for inner in value if _is(inner, Tensor))
-    elif type(value) is dict and len(value) < 1000:
-        yield from (inner for inner in value.values() if _is(inner, Tensor))
+def _grows(sizes: list[int], looks: int) -> bool:
+    return len(sizes) >= looks and all(b > a for a, b in pairwise(sizes))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -334,65 +385,15 @@ def _deep_tensors(value: Any) -> Iterator[Tensor]:
             yield from _deep_tensors(inner)
 
 
-def _training_frames() -> list[FrameType]:
-    """User frames of the running test, innermost first, the loop's among them."""
-    return [frame for frame in user_frames() if frame.f_code.co_flags & 0x2][:6]
-
-
-def _variables(known: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors on the GPU that local variables hold."""
-    for frame in _training_frames():
-        code = frame.f_code
-        for name, value in local_variables(frame).items():
-            for tensor in _direct_tensors(value):
-                if id(tensor) in known or tensor.device.type != "cuda":
-                    continue
-                if isinstance(tensor, nn.Parameter):
-                    continue
-                yield f"variable '{name}' in {code.co_name}", tensor
-
-
-def _graphs() -> Iterator[tuple[str, int]]:
-    """Scalars with a graph in local variables, and how many nodes that has (up to 5000)."""
-    for frame in _training_frames():
-        code = frame.f_code
-        for name, value in local_variables(frame).items():
-            if _is(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
-                line = shown(code.co_filename, frame.f_lineno, code.co_name)
-                yield f"variable '{name}' in {code.co_name}\n{line}", _count_nodes(value.grad_fn)
-
-
-def _count_nodes(root: Any) -> int:
-    seen: set[Any] = set()
-    front = [root]
-    while front and len(seen) < 5000:
-        node = front.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        front += [inner for inner, _ in node.next_functions if inner is not None]
-    return len(seen)
-
-
-def _containers() -> Iterator[tuple[str, int]]:
-    """Lists and dicts in local variables, and how many tensors on the GPU they hold."""
-    for frame in _training_frames():
-        for name, value in local_variables(frame).items():
-            if _is(value, (list, dict)):
-                count = sum(1 for tensor in _direct_tensors(value) if tensor.device.type == "cuda")
-                if count:
-                    yield f"{type(value).__name__} '{name}' in {frame.f_code.co_name}", count
-
-
 def _objects_with_tensors() -> list[tuple[str, weakref.ref[Any]]]:
     """Objects with a tensor on the GPU among their attributes, without keeping them alive."""
     found = []
     for item in gc.get_objects():
-        if _is(item, (Tensor, nn.Module, type)):
+        if is_a(item, (Tensor, nn.Module, type)):
             continue
         try:
             own = object.__getattribute__(item, "__dict__")
-            if any(_is(value, Tensor) and value.device.type == "cuda" for value in own.values()):
+            if any(is_a(value, Tensor) and value.device.type == "cuda" for value in own.values()):
                 found.append((type(item).__name__, weakref.ref(item)))
         except (AttributeError, TypeError):  # no attributes, or no weak references to it
             continue

@@ -23,6 +23,7 @@ from pytest_vram.findings import Finding
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
 from pytest_vram.numerics.probes import Backward, Listener, Update
+from pytest_vram.numerics.remedies import BACKWARD
 
 #: Elements of the scratch buffer for dtypes that the fused check does not know: 4 MiB.
 _SCRATCH = 1 << 20
@@ -201,7 +202,8 @@ class FiniteWatch(Listener):
                 f"the output of {self._loop.names.module_name(module)} is not finite: "
                 f"{describe_bad(bad)} ({dtype_name(bad.dtype)}{list(bad.shape)})",
                 (self._bad_input,) if self._bad_input else (),
-                data={"what": "output"},
+                _loss_hint(self._bad_input),
+                {"what": "output"},
             )
 
     # ---- loss
@@ -225,11 +227,17 @@ class FiniteWatch(Listener):
         if math.isfinite(note.value) or "loss" in self.found:
             return
         details = [self._bad_input] if self._bad_input else []
+        hint, names = _loss_hint(self._bad_input), []
         if "parameters" not in self.found and not self._bad_input:
             bad = self.check.bad(self._loop.parameters())
             if bad:
-                names = listed(self._loop.names.names(bad))
-                details.append(f"parameters were not finite before this step: {names}")
+                names = self._loop.names.names(bad)
+                details.append(f"parameters were not finite before this step: {listed(names)}")
+            if bad and not self._updates:
+                hint = (
+                    "no step has changed them yet: memory that was never initialised (torch.empty) "
+                    "or a checkpoint that already holds NaN"
+                )
         earlier = [n.value for n in self.losses if math.isfinite(n.value)]
         if earlier:
             details.append(f"losses before: {', '.join(f'{v:.4g}' for v in earlier[-4:])}")
@@ -239,8 +247,8 @@ class FiniteWatch(Listener):
             "fail",
             f"loss is {note.value:g} at step {note.step} (backward at {note.line})",
             tuple(details),
-            _loss_hint(self._bad_input),
-            {"what": "loss", "step": note.step, "line": note.line},
+            hint,
+            {"what": "loss", "step": note.step, "line": note.line, "parameters": names},
         )
 
     def settle_losses(self) -> None:
@@ -284,8 +292,7 @@ class FiniteWatch(Listener):
             f"({len(bad)} of {len(with_gradient)} parameters; {dtype_name(first.dtype)}, "
             f"{describe_bad(first.grad)})",
             (f"seen at {line}",),
-            "a derivative is infinite where its function is finite: sqrt, norm or log near 0, "
-            "log1p(-1), a clamp below the dtype's resolution; compute that part in fp32",
+            BACKWARD,
             {"what": "gradients", "parameters": names},
         )
 

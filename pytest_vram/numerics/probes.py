@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -40,6 +41,8 @@ class Backward:
     scaler: Any = None
     scale: float = 1.0
     inside_step: bool = False  #: started by an optimizer's closure
+    retains: bool = False  #: retain_graph=True
+    creates: bool = False  #: create_graph=True
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Update:
     line: str
     scaler: Any = None
     applied: bool = False
+    failed: bool = False  #: the scaler raised
     closure: bool = False
 
 
@@ -121,6 +125,9 @@ class Listener:
 
     def children_added(self, parent: nn.Module) -> None: ...
 
+    def parameter_added(self, parameter: Tensor) -> None:
+        """A module was given a parameter."""
+
     def banned_called(self, name: str, line: str) -> None:
         """An operator that raises under CUDA autocast was called inside autocast."""
 
@@ -147,7 +154,7 @@ class Probes:
     values: bool = True
     #: Scale every loss by 1, to see gradients as they are: a diagnostic replay.
     unit_scale: bool = False
-    scales: dict[int, float] = field(default_factory=dict)
+    scales: weakref.WeakKeyDictionary[Any, float] = field(default_factory=weakref.WeakKeyDictionary)
     #: Reads a loss before it is scaled, without keeping it: afterwards it may be inf.
     capture: Callable[[Tensor], Any] | None = None
     telling: bool = False  #: listeners are at work: operators that run now are theirs
@@ -176,6 +183,7 @@ class Probes:
     def _install(self, undo: contextlib.ExitStack) -> None:
         for handle in (
             module_hooks.register_module_module_registration_hook(self._registered),
+            module_hooks.register_module_parameter_registration_hook(self._given_parameter),
             module_hooks.register_module_forward_pre_hook(self._entered),
             after_forward := module_hooks.register_module_forward_hook(
                 self._left, with_kwargs=True, always_call=True
@@ -222,7 +230,7 @@ class Probes:
 
     def _patch_functions(self) -> None:
         """Clipping and checkpointing are functions that user modules import by name."""
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
             original = getattr(torch.nn.utils, name)
             around = self._around_clip(original)
             for module in list(sys.modules.values()):
@@ -270,6 +278,10 @@ class Probes:
         if child is not None:
             self._tell("children_added", parent)
 
+    def _given_parameter(self, parent: nn.Module, name: str, parameter: Tensor | None) -> None:
+        if parameter is not None:
+            self._tell("parameter_added", parameter)
+
     def _entered(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
@@ -294,6 +306,7 @@ class Probes:
     def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             accumulates = kwargs.get("accumulate_grad", args[5] if len(args) > 5 else False)
             self._backward_depth += 1
             depth = self._depth
@@ -301,6 +314,8 @@ class Probes:
             try:
                 if accumulates and self._backward_depth == 1:
                     call = self._backward(roots)
+                    call.creates = bool(kwargs.get("create_graph", args[2:3] == (True,)))
+                    call.retains = bool(kwargs.get("retain_graph", args[1:2] == (True,)))
                     self._tell("backward_begins", call)
                 result = run(roots, *args, **kwargs)
             finally:
@@ -345,13 +360,14 @@ class Probes:
         """The scale, read once per change: reading it waits for the GPU."""
         if not scaler.is_enabled() or not self.values:
             return float(getattr(scaler, "_init_scale", 1.0)) if scaler.is_enabled() else 1.0
-        if id(scaler) not in self.scales:
-            self.scales[id(scaler)] = float(scaler.get_scale())
-        return self.scales[id(scaler)]
+        if scaler not in self.scales:
+            self.scales[scaler] = float(scaler.get_scale())
+        return self.scales[scaler]
 
     def _around_scaler(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call_scaler(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             # step() calls unscale_() itself where the loop did not, and a subclass its parent's
             # method: parts of one call.
             if not scaler.is_enabled() or id(scaler) in self._in_scaler:
@@ -367,11 +383,12 @@ class Probes:
     def _call_scaler(
         self, kind: str, method: Callable[..., Any], scaler: Any, args: Any, kwargs: Any
     ) -> Any:
+        __tracebackhide__ = True
         optimizer = kwargs.get("optimizer", args[0] if args else None)
         call = ScalerCall(kind, scaler, user_line(), scale_before=self.scale_of(scaler))
         if kind == "scale" and self.unit_scale:
             _force_unit_scale(scaler, optimizer)
-            self.scales[id(scaler)] = call.scale_before = 1.0
+            self.scales[scaler] = call.scale_before = 1.0
         call.explicit = kind == "update" and bool(args or kwargs.get("new_scale") is not None)
         if kind in ("unscale_", "step"):
             call.optimizer = optimizer
@@ -390,12 +407,13 @@ class Probes:
             if update is not None:
                 self._updates.remove(update)
             if kind in ("update", "load_state_dict"):
-                self.scales.pop(id(scaler), None)
+                self.scales.pop(scaler, None)
             if kind == "scale" and call.error is None:
                 given = args[0] if args else kwargs.get("outputs")
                 self._remember_scaled(scaler, call.scale_before, given, result)
             if update is not None:
-                update.applied = call.error is None and not self.found_inf(scaler, optimizer)
+                update.failed = call.error is not None
+                update.applied = not update.failed and not self.found_inf(scaler, optimizer)
                 self._tell("update_ends", update)
             self._tell("scaler_called", call)
         return result
@@ -437,6 +455,7 @@ class Probes:
     def _around_optimizer_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(init)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            __tracebackhide__ = True
             init(optimizer, *args, **kwargs)
             self._tell("optimizer_made", optimizer)
 
@@ -445,6 +464,7 @@ class Probes:
     def _around_optimizer_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
         def load_state_dict(optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
             load(optimizer, state, *args, **kwargs)
             self._tell("optimizer_loaded", optimizer, state, user_line())
 
@@ -453,6 +473,7 @@ class Probes:
     def _around_module_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
         def load_state_dict(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             result = load(module, state, *args, **kwargs)
             self._tell("module_loaded", module, state, user_line())
             return result
@@ -462,6 +483,7 @@ class Probes:
     def _around_zero_grad(self, zero: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(zero)
         def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             result = zero(owner, *args, **kwargs)
             if isinstance(owner, nn.Module):
                 parameters: list[Tensor] = list(owner.parameters())
@@ -500,13 +522,17 @@ class Probes:
     def _around_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(clip)
         def clip_gradients(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             owned = [p for p in tensors if isinstance(p, Tensor)]
             seen = Clip(owned, clip.__name__, float(limit), user_line())
             self._tell("clip_begins", seen)
-            seen.norm = clip(tensors, limit, *args, **kwargs)
+            result = clip(tensors, limit, *args, **kwargs)
+            seen.norm = kwargs.get("total_norm", args[0] if args else None)
+            if clip.__name__ == "clip_grad_norm_":
+                seen.norm = result
             self._tell("clipped", seen)
-            return seen.norm
+            return result
 
         return clip_gradients
 
@@ -515,6 +541,7 @@ class Probes:
 
         @functools.wraps(function)
         def banned(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu")):
                 self._tell("banned_called", function.__name__, user_line())
             return function(*args, **kwargs)
@@ -537,6 +564,7 @@ class Probes:
     def _around_non_reentrant(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             self._tell("checkpointed", function, args, False, user_line())
             return original(function, *args, **kwargs)
 
@@ -545,6 +573,7 @@ class Probes:
     def _around_scheduler_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def scheduler_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             self._scheduling += 1
             try:
                 result = step(scheduler, *args, **kwargs)
@@ -561,6 +590,7 @@ class Probes:
 
         @functools.wraps(step)
         def initial_step(scheduler: Any) -> Any:
+            __tracebackhide__ = True
             self._creating_scheduler += 1
             try:
                 return step(scheduler)

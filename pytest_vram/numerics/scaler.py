@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -87,16 +88,20 @@ class ScalerWatch(Listener):
 
     def __init__(self, loop: Loop, probes: Probes) -> None:
         self._loop, self._probes = loop, probes
-        self._open: dict[int, _Open] = {}
+        self._open: weakref.WeakKeyDictionary[Any, _Open] = weakref.WeakKeyDictionary()
+        self._known = 0
         self._steps: list[ScalerStep] = []
         self.initial: dict[int, float] = {}
 
     @property
     def history(self) -> ScalerHistory:
-        return ScalerHistory(tuple(self._steps), bool(self._open))
+        return ScalerHistory(tuple(self._steps), bool(self._known))
 
     def _current(self, scaler: Any) -> _Open:
-        return self._open.setdefault(id(scaler), _Open(len(self._open)))
+        if scaler not in self._open:
+            self._open[scaler] = _Open(self._known)
+            self._known += 1
+        return self._open[scaler]
 
     def backward_begins(self, call: Backward) -> None:
         if call.scaler is not None:
@@ -152,14 +157,16 @@ def judge(
     allowed: int | None,
     finite_at_one: bool | None,
     first_bad: str = "",
+    remedy: str = "",
 ) -> list[Finding]:
     """Findings about the scale. ``allowed``: the marker's ``skipped_steps``; ``finite_at_one``:
-    what the diagnostic replay at scale 1 found (None: there was none)."""
+    what the diagnostic replay at scale 1 found (None: there was none); ``first_bad``, ``remedy``:
+    the operator it named, and what to do about that."""
     findings: list[Finding] = []
     for scaler in history.scalers:
         steps = history.of(scaler)
         label = f" of scaler {scaler + 1}" if len(history.scalers) > 1 else ""
-        findings += _judge_one(steps, label, warmup, allowed, finite_at_one, first_bad)
+        findings += _judge_one(steps, label, warmup, allowed, finite_at_one, first_bad, remedy)
     return findings
 
 
@@ -170,13 +177,14 @@ def _judge_one(
     allowed: int | None,
     finite_at_one: bool | None,
     first_bad: str,
+    remedy: str,
 ) -> list[Finding]:
     growth = _endless_growth(steps, label)
     skipped = [step for step in steps if step.found_inf]
     if not skipped:
         return growth
     if _collapsing(steps) or finite_at_one is False:
-        return [*growth, _collapse(steps, label, finite_at_one, first_bad)]
+        return [*growth, _collapse(steps, label, finite_at_one, first_bad, remedy)]
     normal = normal_skips(steps, warmup)
     later = [step for step in skipped if step.step not in normal]
     if len(later) > (allowed or 0):
@@ -236,7 +244,11 @@ def _data(steps: Sequence[ScalerStep]) -> dict[str, Any]:
 
 
 def _collapse(
-    steps: Sequence[ScalerStep], label: str, finite_at_one: bool | None, first_bad: str
+    steps: Sequence[ScalerStep],
+    label: str,
+    finite_at_one: bool | None,
+    first_bad: str,
+    remedy: str,
 ) -> Finding:
     skipped = sum(step.found_inf for step in steps)
     falling = " and falling" if steps[-1].found_inf else ""
@@ -254,7 +266,7 @@ def _collapse(
             "instead of summing it, or use bf16"
         )
     else:
-        hint = (
+        hint = remedy or (
             "look for the operator that makes inf or NaN (sqrt, norm or log at 0, a division) and "
             "for exploding gradients; lower the learning rate before touching the scaler"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -31,8 +31,13 @@ class Missing:
     name: str
     shape: tuple[int, ...]
     numel: int
-    why: str  #: cut, dropped, no_grad, idle, sibling, unknown
+    why: str  #: cut, dropped, no_grad, idle, copy, sibling, unknown
     optimizer: str = ""
+    twin: str = ""  #: the type of a module like its own that ran instead
+
+    @property
+    def named(self) -> bool:
+        return not self.name.startswith("a parameter of shape")
 
 
 @dataclass(slots=True)
@@ -93,6 +98,8 @@ class TrainingWatch(Listener):
         wanted = [p for p in parameters if p.requires_grad]
         absent = [p for p in wanted if p.grad is None and not self._loop.state(p).ever]
         self.missing[key] = [self._missing(p, optimizer) for p in absent]
+        if wanted and len(absent) == len(wanted):
+            self._of_a_copy(self.missing[key], wanted)
         self.total = max(self.total, len(wanted))
         for parameter in parameters:
             if parameter.grad is not None or self._loop.state(parameter).ever:
@@ -115,6 +122,20 @@ class TrainingWatch(Listener):
         else:
             why = "idle"
         return Missing(name, tuple(parameter.shape), parameter.numel(), why, optimizer)
+
+    def _of_a_copy(self, missing: list[Missing], parameters: list[Tensor]) -> None:
+        """Nothing of the optimizer's model ran, but a module like it that no optimizer holds."""
+        mine = {id(p) for p in parameters}
+        held = {id(p) for o in self._loop.live_optimizers() for p in optimizer_parameters(o)}
+        shapes = [p.shape for p in parameters]
+        roots = [r for r in self._loop.names.roots() if any(id(p) in mine for p in r.parameters())]
+        for other in self._loop.outermost:
+            theirs = [p for p in other.parameters() if p.requires_grad]
+            if any(id(p) in held for p in theirs) or [p.shape for p in theirs] != shapes:
+                continue
+            if any(type(root) is type(other) for root in roots):
+                for entry in missing:
+                    entry.why, entry.twin = "copy", type(other).__name__
 
     def _has_running_sibling(self, module: nn.Module) -> bool:
         """Experts, dropped layers: a module of the same kind under the same list did run
@@ -180,7 +201,7 @@ class TrainingWatch(Listener):
     def update_ends(self, update: Update) -> None:
         optimizer = update.optimizer
         record = self._loop.record(optimizer)
-        if self._worth_a_census(id(optimizer)):
+        if not update.failed and self._worth_a_census(id(optimizer)):
             self._census(
                 id(optimizer), optimizer_parameters(optimizer), self._loop.describe(optimizer)
             )
@@ -286,10 +307,14 @@ class TrainingWatch(Listener):
 
     # ---- judging
 
-    def findings(self, trainable: Sequence[str], scaler_skips: int) -> list[Finding]:
+    def findings(
+        self, trainable: Sequence[str], scaler_skips: int, explained: Collection[str] = ()
+    ) -> list[Finding]:
+        """``explained``: names of parameters whose missing gradient another finding explains, or
+        a reason (``unknown``) that another finding gives better."""
         return [
             *self.found.values(),
-            *self._untrained(trainable),
+            *self._untrained(trainable, explained),
             *self._outside_pattern(trainable),
             *self._rounding(),
             *self._standing_still(),
@@ -297,11 +322,13 @@ class TrainingWatch(Listener):
             *self._scheduler_ahead(scaler_skips),
         ]
 
-    def _untrained(self, trainable: Sequence[str]) -> list[Finding]:
+    def _untrained(self, trainable: Sequence[str], explained: Collection[str]) -> list[Finding]:
         seen: dict[str, Missing] = {}
         for group in self.missing.values():
             for entry in group:
-                if not trainable or _matches(entry.name, trainable):
+                if entry.name in explained or entry.why in explained:
+                    continue
+                if not trainable or matches(entry.name, trainable):
                     seen.setdefault(entry.name, entry)
         result = []
         for why, severity, reason, hint in _REASONS:
@@ -320,8 +347,8 @@ class TrainingWatch(Listener):
             "untrained",
             severity,
             f"{len(members)} of {self.total} trainable parameters{owner} {verb} grad None after "
-            f"backward: {listed(names)}; {reason}",
-            tuple(f"{entry.name} {list(entry.shape)}" for entry in members[:8]),
+            f"backward: {listed(names)}; {reason.format(twin=members[0].twin)}",
+            tuple(f"{entry.name} {list(entry.shape)}" for entry in members[:8] if entry.named),
             hint,
             {"parameters": names, "elements": sum(entry.numel for entry in members)},
         )
@@ -329,7 +356,7 @@ class TrainingWatch(Listener):
     def _outside_pattern(self, trainable: Sequence[str]) -> list[Finding]:
         if not trainable:
             return []
-        outside = {n: size for n, size in self.trained.items() if not _matches(n, trainable)}
+        outside = {n: size for n, size in self.trained.items() if not matches(n, trainable)}
         if not outside:
             return []
         inside = sum(self.trained.values()) - sum(outside.values())
@@ -454,8 +481,8 @@ _REASONS: tuple[tuple[str, str, str, str], ...] = (
         "dropped",
         "fail",
         "their modules ran, but the loss does not depend on their output",
-        "use the output in the loss, or freeze them (requires_grad_(False)) or leave them out of "
-        "the optimizer; trainable= in the marker declares what trains",
+        "look for .detach(), .item(), argmax, numpy or no_grad between their output and the loss; "
+        "if they are not meant to train, freeze them or declare it (trainable= in the marker)",
     ),
     (
         "no_grad",
@@ -469,6 +496,12 @@ _REASONS: tuple[tuple[str, str, str, str], ...] = (
         "their modules did not run (unused branch)",
         "use them in forward, or freeze them (requires_grad_(False)) or leave them out of the "
         "optimizer; trainable= in the marker declares what trains",
+    ),
+    (
+        "copy",
+        "fail",
+        "their modules did not run; another {twin} of the same shape ran, which no optimizer holds",
+        "build the optimizer on the model that is trained: after deepcopy, wrapping or reloading",
     ),
     (
         "unknown",
@@ -516,7 +549,7 @@ def _power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -6,6 +6,7 @@ still exist, so that the sentence can name the line and the parameters.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class WiringWatch(Listener):
     def __init__(self, loop: Loop, values: bool) -> None:
         self._loop, self._values = loop, values
         self.found: dict[str, Finding] = {}
-        self._seen: dict[int, _ScalerSeen] = {}
+        self._seen: weakref.WeakKeyDictionary[Any, _ScalerSeen] = weakref.WeakKeyDictionary()
         self._autocast_step = ""
         self._reentrant: list[tuple[str, Any]] = []
         self._micro: list[tuple[str, str]] = []  # (line, how the loss was reduced) since an update
@@ -34,8 +35,13 @@ class WiringWatch(Listener):
         if key not in self.found:
             self.found[key] = Finding(kind, severity, sentence, details, hint, more)
 
+    def explained(self) -> set[str]:
+        """Names of parameters whose missing gradients a finding here explains."""
+        causes = [self.found[key] for key in ("reentrant", "no gradients") if key in self.found]
+        return {name for cause in causes for name in cause.data.get("parameters", ())}
+
     def _scaler(self, scaler: Any) -> _ScalerSeen:
-        return self._seen.setdefault(id(scaler), _ScalerSeen())
+        return self._seen.setdefault(scaler, _ScalerSeen())
 
     # ---- the scaler's calls
 
@@ -63,6 +69,8 @@ class WiringWatch(Listener):
                 self._never_scaled(update)
             call = ScalerCall("step", update.scaler, update.line, update.optimizer)
             self._dtypes(call)
+            self._needless(call)
+            self._one_of_many(call)
             self._lost_scaler_state(call, self._scaler(update.scaler))
             if update.closure:
                 self._closure(update.line, self._loop.describe(update.optimizer))
@@ -114,7 +122,7 @@ class WiringWatch(Listener):
             self._closure(call.line, name)
         elif "unscale FP16 gradients" in message:
             self._dtypes(call)
-        elif "_scale is None" in message:
+        elif "_scale is None" in message and "closure" not in self.found:
             self._add(
                 "never scaled",
                 f"scaler.{call.kind}() at {call.line} before any scaler.scale(loss)",
@@ -189,8 +197,37 @@ class WiringWatch(Listener):
                 parameters=[self._loop.names.name(p) for p in members],
             )
 
+    def _needless(self, call: ScalerCall) -> None:
+        if self._loop.autocast_dtype is torch.bfloat16:
+            self._add(
+                "needless",
+                f"a GradScaler scales the loss of a forward under bfloat16 autocast (step at "
+                f"{call.line}): bfloat16 has float32's range, so nothing underflows",
+                hint="GradScaler(enabled=dtype == torch.float16); it costs a check of every "
+                "gradient and may skip steps for nothing",
+                severity="warn",
+            )
+
+    def _one_of_many(self, call: ScalerCall) -> None:
+        """A scaler that is made inside the loop never learns which scale is right."""
+        record = self._loop.record(call.optimizer)
+        if self._scaler(call.scaler).loaded or call.scaler in record.scalers:
+            return
+        record.scalers.add(call.scaler)
+        record.scalers_met += 1
+        if record.scalers_met >= 3:
+            self._add(
+                "many scalers",
+                f"{self._loop.describe(call.optimizer)} is stepped through a new GradScaler again "
+                f"and again (the third at {call.line}): each starts at scale "
+                f"{call.scaler._init_scale:g} and never finds the right one",
+                hint="make one GradScaler before the loop, and keep it for the whole run",
+            )
+
     def _no_gradients(self, call: ScalerCall) -> None:
         """An optimizer whose parameters have no gradient at all."""
+        if "thrown away" in self.found:
+            return  # that says why
         optimizer = call.optimizer
         parameters = optimizer_parameters(optimizer)
         names = self._loop.names.names(parameters)
@@ -323,9 +360,9 @@ class WiringWatch(Listener):
         if not scaled:
             return
         scale = scaled[0].scale
-        what = "a norm" if clip.function == "clip_grad_norm_" else "a value"
+        what = "a value" if clip.function == "clip_grad_value_" else "a norm"
         details = []
-        if self._values and clip.norm is not None and clip.function == "clip_grad_norm_":
+        if self._values and clip.norm is not None:
             norm = float(clip.norm)
             details = [
                 f"norm that clip saw {norm:g}, true norm {norm / scale:g}; after unscaling the "

@@ -17,7 +17,15 @@ import torch
 from torch._ops import OpOverload
 
 from pytest_vram.places import here
-from pytest_vram.sim import composites, inplace, modules, selection, sequence, torch_cuda
+from pytest_vram.sim import (
+    composites,
+    inplace,
+    modules,
+    selection,
+    sequence,
+    torch_cuda,
+    values,
+)
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory, Listener
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.bounds import Uncertainty, Unknown
@@ -179,6 +187,7 @@ class Simulation:
             understand_ordinals(held, stack)
             one_rank(held)
             save_and_load(held, self._upload)
+            values.trust_distributions(held)
             stack.enter_context(torch_cuda.installed(self))
             stack.enter_context(composites.installed(self))
             stack.enter_context(modules.installed(self))
@@ -231,6 +240,13 @@ class Simulation:
     def _module(self) -> str:
         modules = self._here.modules
         return modules[-1] if modules else ""
+
+    def allocation_of(self, tensor: Any) -> int:
+        """The index in the Trace of the allocation behind ``tensor``; -1 where there is none."""
+        if type(tensor) is not SimTensor or not tensor.is_cuda:
+            return -1
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return -1 if found is None else found.index
 
     def label(self, tensor: Any, bill: str, name: str = "") -> None:
         if type(tensor) is not SimTensor or not tensor.is_cuda:

@@ -5,7 +5,8 @@ of host tensors, ``zeros``, ``ones``, ``full``, ``arange`` and what is computed 
 on the side, so that reads of masks, positions, counters and loss scales answer truly. For every
 other read:
 
-* ``bool``: False (flags such as "an overflow was found" mean that nothing happened);
+* ``bool``: False (flags such as "an overflow was found" mean that nothing happened; but the
+  arguments of ``torch.distributions`` are valid);
 * floating point: 1.0; integers: 1 (``UNKNOWN_INT``);
 * reads that decide how much is allocated (``nonzero``, masks as indices, ``repeat_interleave``
   with a tensor, ``unique``) raise :class:`DataDependent`, which names the user's line.
@@ -13,11 +14,15 @@ other read:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pytest_vram.sim.patching import Patches
 from pytest_vram.sim.tensors import CPU, REAL_ON_HOST, SimTensor
 
 aten = torch.ops.aten
@@ -188,6 +193,32 @@ def _rewritten(target: SimTensor, value: torch.Tensor) -> None:
     target.sim_value = (value, version, version if target.is_inference() else version + 1)
 
 
+# -- checks of arguments --------------------------------------------------------------------
+
+_checks_hold: ContextVar[bool] = ContextVar("checks_hold", default=False)
+
+
+def trust_distributions(held: Patches) -> None:
+    """``torch.distributions`` asks the values of its arguments whether they are valid (__init__ and
+    _validate_sample, distributions/distribution.py, 2.6 to 2.14). Its operators run; yes is the
+    answer."""
+    from torch.distributions import Distribution
+
+    def trusting(check: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(check)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            token = _checks_hold.set(True)
+            try:
+                return check(*args, **kwargs)
+            finally:
+                _checks_hold.reset(token)
+
+        return checked
+
+    for name in ("__init__", "_validate_sample"):
+        held.set(Distribution, name, trusting(getattr(Distribution, name)))
+
+
 # -- reading values -------------------------------------------------------------------------
 
 
@@ -197,7 +228,7 @@ def scalar(tensor: torch.Tensor) -> Any:
     if value is not None:
         return aten._local_scalar_dense.default(value)
     if tensor.dtype is torch.bool:
-        return UNKNOWN_BOOL
+        return UNKNOWN_BOOL or _checks_hold.get()
     if tensor.dtype.is_complex:
         return complex(UNKNOWN_FLOAT)
     return UNKNOWN_FLOAT if tensor.dtype.is_floating_point else UNKNOWN_INT

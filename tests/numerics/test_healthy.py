@@ -3,7 +3,6 @@ place) nor about memory (on a simulated card)."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,13 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from watched_loops import Budget, health
-
-from pytest_vram.bills import settle
-from pytest_vram.numerics.memory_causes import judge
-from pytest_vram.numerics.memory_watch import MemoryWatch
-from pytest_vram.observe import Observer
-from pytest_vram.sim import Simulation, find_profile
+from watched_loops import Budget, health, memory_findings
 
 Program = Callable[[], None]
 PROGRAMS: dict[str, tuple[Program, Budget]] = {}
@@ -704,15 +697,7 @@ def test_numbers_are_healthy(name: str) -> None:
 def test_memory_is_healthy(name: str) -> None:
     if NEEDS[name]:
         pytest.importorskip(NEEDS[name])
-    program, _ = PROGRAMS[name]
-    gc.collect()
-    torch.manual_seed(0)
-    simulation = Simulation(find_profile("a100-80gb"), alloc_conf="")
-    observer, watch = Observer(simulation), MemoryWatch()
-    with simulation, observer, watch:
-        program()
-    trace = settle(observer.renumber(simulation.trace()))
-    assert judge(trace, watch.observed, attention=simulation.attention) == ()
+    assert memory_findings(PROGRAMS[name][0]) == ()
 
 
 def test_there_are_enough_of_them() -> None:

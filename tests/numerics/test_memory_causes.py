@@ -34,7 +34,8 @@ def simulated(
     try:
         torch.manual_seed(0)
         simulation = Simulation(find_profile(gpu), alloc_conf="")
-        observer, watch, numbers = Observer(simulation), MemoryWatch(), Watch(values=False)
+        observer, watch = Observer(simulation), MemoryWatch(simulation.allocation_of)
+        numbers = Watch(values=False)
         with simulation, observer:
             if watched:
                 with watch, numbers:
@@ -367,8 +368,8 @@ def test_a_failure_of_memory_gets_its_causes() -> None:
     assert told.details == (
         "table",
         "cause: optimizer temporaries: 8.0 MiB at the peak, which is in the optimizer phase (step "
-        "1): AdamW runs its foreach implementation (aten::_foreach_sqrt)",
-        "  AdamW(..., fused=True) or foreach=False; saves 8.0 MiB",
+        "1): AdamW runs its foreach implementation at model.py:7 forward (aten::_foreach_sqrt)",
+        "  hint: AdamW(..., fused=True) or foreach=False; saves 8.0 MiB",
     )
     assert told.data["causes"][0]["bytes"] == 8 * MIB
     assert with_causes([], made, observed, growth=0) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +76,43 @@ def test_an_optimizer_that_holds_replaced_parameters() -> None:
         model[0] = nn.Linear(4, 4).cuda()
         loop(model, optimizer, lambda: model(x()).mean())
 
-    assert "the optimizer was built on another copy of the model" in only(body)
+    assert (
+        "2 parameters get gradients but no optimizer holds them: 0.weight and 0.bias; they were "
+        "added to the model after the optimizer was made" in only(body)
+    )
+
+
+def test_an_optimizer_on_a_copy_of_the_model() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained = copy.deepcopy(model)
+        loop(trained, optimizer, lambda: trained(x()).mean())
+
+    assert "another Sequential of the same shape ran, which no optimizer holds" in only(body)
+
+
+def test_layers_in_a_plain_list_are_no_parameters_of_the_model() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.rest = [nn.Linear(4, 4).cuda()]
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.rest[0](self.first(inputs))
+
+    def body() -> None:
+        model = Stack().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop(model, optimizer, lambda: model(x()).mean())
+
+    text = only(body)
+    assert (
+        "2 parameters get gradients but no optimizer holds them: weight of Linear and bias of "
+        "Linear; their modules run inside the model but are not registered in it" in text
+    )
+    assert "nn.ModuleList" in text
 
 
 def test_a_rate_of_zero() -> None:
@@ -189,7 +226,10 @@ def test_what_is_left_out_of_the_optimizer_need_not_train() -> None:
         optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
         loop(model, optimizer, lambda: model(x()).mean())
 
-    assert health(body).findings == ()
+    result = health(body)
+    assert result.findings == ()
+    assert "2 parameters get gradients but no optimizer holds them" in result.watch.notes[0]
+    assert "they were left out when it was made" in only(body, trainable="*")
 
 
 def losses(*values: float, updates: bool = True, dtype: str = "float32") -> list[LossValue]:

@@ -224,7 +224,7 @@ WRONG: dict[Callable[[], None], str] = {
     r"1\.bias",
     frozen_optimizer: r"0 of 2 gradients .*all of them are frozen",
     optimizer_of_another_copy: r"0 of 2 gradients .*built on another copy",
-    zeroed_between_backward_and_step: r"0 of 2 gradients .*cleared between backward and step",
+    zeroed_between_backward_and_step: r"without gradients: zero_grad at .* cleared them after",
     loss_not_divided: r"4 micro-batches were accumulated at .* not divided by 4: each is a mean "
     r"\(MseLoss\), so gradients are 4 times too large.*\(loss / 4\)\.backward\(\)",
     loss_not_divided_under_a_scaler: r"3 micro-batches were accumulated .*not divided by 3",

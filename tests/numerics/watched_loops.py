@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from pytest_vram.bills import settle
 from pytest_vram.findings import Finding
 from pytest_vram.numerics import CpuStandIn, Watch
+from pytest_vram.numerics.memory_causes import judge
+from pytest_vram.numerics.memory_watch import MemoryWatch
+from pytest_vram.observe import Observer
+from pytest_vram.sim import Simulation, find_profile
 
 
 @dataclass
@@ -61,6 +67,18 @@ def _once(body: Callable[[], object], watch: Watch) -> tuple[Watch, BaseExceptio
         except Exception as raised:  # what the loop raises is its own affair
             error = raised
     return watch, error
+
+
+def memory_findings(body: Callable[[], object]) -> tuple[Finding, ...]:
+    """What is wrong with the memory of ``body`` on a simulated A100."""
+    gc.collect()
+    torch.manual_seed(0)
+    simulation = Simulation(find_profile("a100-80gb"), alloc_conf="")
+    observer, watch = Observer(simulation), MemoryWatch(simulation.allocation_of)
+    with simulation, observer, watch:
+        body()
+    trace = settle(observer.renumber(simulation.trace()))
+    return judge(trace, watch.observed, attention=simulation.attention)
 
 
 def sentences(findings: Sequence[Finding]) -> list[str]:

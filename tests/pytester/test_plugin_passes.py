@@ -190,9 +190,14 @@ def test_nothing(vram):
 {BUDGET}
 def test_forward(vram):
     build(vram.device)[2]()
+
+{BUDGET}
+def test_without_optimizer(vram):
+    nn.Linear(4, 4).to(vram.device)(torch.randn(4, 4, device=vram.device))
 """)
     result = project.run()
-    assert outcomes(result) == {"failed": 1, "passed": 1}
+    assert outcomes(result) == {"failed": 1, "passed": 2}
+    result.stdout.no_fnmatch_line("test_without_optimizer: *")
     result.stdout.fnmatch_lines(
         [
             "VRAM not checked: the test allocated nothing on *, so there is nothing to hold *",

@@ -1,0 +1,252 @@
+"""Who refers to tensors on the GPU: variables, containers, attributes, caches, graphs.
+
+Looks from the running test's frames outwards (local variables, then globals of the same files), so
+that what it finds has the name that the user gave it. Nothing that is looked at is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import _lru_cache_wrapper
+from types import FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pytest_vram.numerics.frames import local_variables, shown, user_frames
+
+#: Objects, nodes and elements that one look visits at most.
+_MOST_OBJECTS, _MOST_NODES, _MOST_ELEMENTS = 20_000, 5_000, 1_000
+
+
+def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """isinstance() asks a proxy for its class: lazy ones import then, weak ones may be dead."""
+    return issubclass(type(value), kind)
+
+
+def direct_tensors(value: Any) -> Iterator[Tensor]:
+    if is_a(value, Tensor):
+        yield value
+    elif is_a(value, (list, tuple)) and len(value) < _MOST_ELEMENTS:
+        yield from (inner for inner in value if is_a(inner, Tensor))
+    elif type(value) is dict and len(value) < _MOST_ELEMENTS:
+        yield from (inner for inner in value.values() if is_a(inner, Tensor))
+
+
+def training_frames() -> list[FrameType]:
+    """User frames of the running test, innermost first, the loop's among them."""
+    return [frame for frame in user_frames() if frame.f_code.co_flags & 0x2][:6]
+
+
+def variables(known: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors on the GPU that local variables hold."""
+    for frame in training_frames():
+        code = frame.f_code
+        for name, value in local_variables(frame).items():
+            for tensor in direct_tensors(value):
+                if id(tensor) in known or tensor.device.type != "cuda":
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    continue
+                yield f"variable '{name}' in {code.co_name}", tensor
+
+
+# ---- graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What hangs on a variable: ``nodes`` of its graph (up to 5000), the sequence numbers of the
+    newest and the oldest of them. Autograd counts them upwards as operators run."""
+
+    who: str
+    line: str
+    nodes: int
+    newest: int
+    oldest: int
+    scalar: bool
+
+
+def graphs(before: int) -> list[Graph]:
+    """Variables with a graph, and lists of such, those made first coming first. A graph that
+    reaches back to a node up to number ``before`` keeps what was made until then."""
+    roots = sorted(_roots(), key=lambda root: -root.newest)
+    covered: set[Any] = set()
+    looked: list[tuple[_Root, set[Any] | None]] = []
+    for root in roots:
+        seen = None if covered.issuperset(root.nodes) else _reach(root.nodes)
+        covered |= seen or set()
+        looked.append((root, seen))
+    reaching = any(seen is not None and _oldest(seen) <= before for _, seen in looked)
+    found = []
+    for root, seen in reversed(looked):
+        if seen is None and reaching:  # part of another's graph: which of them carries it on?
+            seen = _reach(root.nodes)
+        if seen is not None:
+            oldest = _oldest(seen)
+            found.append(Graph(root.who, root.line, len(seen), root.newest, oldest, root.scalar))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    who: str
+    line: str
+    newest: int
+    nodes: list[Any]
+    scalar: bool
+
+
+def _roots() -> Iterator[_Root]:
+    for frame in training_frames():
+        code = frame.f_code
+        for name, value in local_variables(frame).items():
+            tensors = [t for t in direct_tensors(value) if t.grad_fn is not None]
+            if tensors:
+                kind = "variable" if is_a(value, Tensor) else type(value).__name__
+                line = shown(code.co_filename, frame.f_lineno, code.co_name)
+                nodes = [tensor.grad_fn for tensor in tensors]
+                newest = max(map(_number, nodes))
+                who = f"{kind} '{name}' in {code.co_name}"
+                yield _Root(who, line, newest, nodes, tensors[0].numel() == 1)
+
+
+def _reach(nodes: Iterable[Any]) -> set[Any]:
+    seen: set[Any] = set()
+    front = list(nodes)
+    while front and len(seen) < _MOST_NODES:
+        node = front.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        front += [inner for inner, _ in node.next_functions if inner is not None]
+    return seen
+
+
+def _number(node: Any) -> int:
+    return int(node._sequence_nr())
+
+
+def _oldest(nodes: set[Any]) -> int:
+    """AccumulateGrad nodes belong to parameters and count from the other end."""
+    numbers = (_number(node) for node in nodes if not hasattr(node, "variable"))
+    return min(numbers, default=1 << 62)
+
+
+# ---- containers
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A list, dict, set or cache and how many tensors on the GPU are reachable through it."""
+
+    who: str  #: ``dict 'data.cache' in test_x``
+    tensors: int
+    depth: int
+
+
+def containers() -> list[Container]:
+    walk = _Walk()
+    frames = training_frames()
+    for frame in frames:
+        place = f"in {frame.f_code.co_name}"
+        for name, value in local_variables(frame).items():
+            walk.visit(value, name, place, 0)
+    for frame in frames:
+        place = f"(global of {frame.f_globals.get('__name__', '?')})"
+        for name, value in list(frame.f_globals.items()):
+            if not name.startswith("__"):
+                walk.visit(value, name, place, 0)
+    return walk.found
+
+
+class _Walk:
+    """Counts tensors from a variable outwards, depth first, each object once."""
+
+    def __init__(self) -> None:
+        self.found: list[Container] = []
+        self._seen: set[int] = set()
+
+    def visit(self, value: Any, name: str, place: str, depth: int) -> int:
+        kind = type(value)
+        if issubclass(kind, Tensor):
+            return int(value.device.type == "cuda")
+        if issubclass(kind, _PLAIN) or id(value) in self._seen or depth > 6:
+            return 0
+        if len(self._seen) >= _MOST_OBJECTS:
+            return 0
+        self._seen.add(id(value))
+        count = sum(
+            self.visit(inner, f"{name}{suffix}", place, depth + 1)
+            for suffix, inner in _inside(value)
+        )
+        if count and issubclass(kind, (list, dict, set, deque, _lru_cache_wrapper)):
+            label = "lru_cache" if issubclass(kind, _lru_cache_wrapper) else kind.__name__
+            self.found.append(Container(f"{label} '{name}' {place}", count, depth))
+        return count
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), ModuleType, Optimizer, FrameType)
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, and how that is written."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        for key, inner in list(value.items())[:_MOST_ELEMENTS]:
+            yield f"[{key!r}]" if issubclass(type(key), (str, int)) else "[...]", inner
+    elif issubclass(kind, (list, tuple, set, frozenset, deque)):
+        for number, inner in enumerate(list(value)[:_MOST_ELEMENTS]):
+            yield f"[{number}]", inner
+    elif issubclass(kind, _lru_cache_wrapper):
+        # An unbounded cache is a dict; a bounded one refers to its keys and results itself.
+        for inner in gc.get_referents(value):
+            yield "()", list(inner.values()) if type(inner) is dict else inner
+    elif issubclass(kind, BaseException):
+        yield from _frames_of(value)
+    elif issubclass(kind, (FunctionType, MethodType)):
+        yield from _closed_over(value)
+    elif issubclass(kind, nn.Module):
+        yield from _beside_weights(value)
+    elif issubclass(kind, type):
+        if not value.__module__.startswith(("torch", "builtins", "transformers")):
+            yield from ((f".{name}", inner) for name, inner in list(vars(value).items()))
+    elif not kind.__module__.startswith("torch.") or kind.__module__.startswith("torch.utils.data"):
+        own = getattr(value, "__dict__", None) if not issubclass(kind, type) else None
+        for name, inner in list(own.items()) if type(own) is dict else ():
+            yield f".{name}", inner
+
+
+def _frames_of(error: BaseException) -> Iterator[tuple[str, Any]]:
+    """An exception keeps the variables of every frame it came through."""
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_flags & 0x2:
+            for name, inner in local_variables(step.tb_frame).items():
+                if name != "self" and not is_a(inner, nn.Module):
+                    yield f" (traceback, {name})", inner
+        step = step.tb_next
+
+
+def _closed_over(function: Any) -> Iterator[tuple[str, Any]]:
+    target = getattr(function, "__func__", function)
+    for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=False):
+        try:
+            yield f" ({name} of {target.__name__})", cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+
+
+def _beside_weights(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Of a module that a container keeps, its weights; of each one what else it holds."""
+    for parameter in module.parameters():
+        yield "", parameter
+    for path, inner in module.named_modules():
+        for name, value in list(vars(inner).items()):
+            hooks = name.endswith("_hooks") and bool(value)
+            if hooks or not (name.startswith("_") or is_a(value, nn.Module)):
+                yield f".{path}.{name}" if path else f".{name}", value
