@@ -80,6 +80,7 @@ class Loop(Listener):
         self._before: dict[int, tuple[int, int]] = {}
         self.reached: list[Reached] = []
         self._parameters: tuple[Any, list[weakref.ref[Tensor]]] | None = None
+        self._owners: tuple[Any, dict[int, list[weakref.ref[nn.Module]]]] | None = None
         self._refresh = 0
 
     # ---- modules and parameters
@@ -117,12 +118,24 @@ class Loop(Listener):
 
     def owners(self, parameter: Tensor) -> list[nn.Module]:
         """Modules that hold ``parameter`` themselves (several when it is tied)."""
+        known = (self.names.version, len(self.optimizers), self._refresh)
+        if self._owners is None or self._owners[0] != known:
+            self._owners = known, self._look_up_owners()
+        found = [ref() for ref in self._owners[1].get(id(parameter), ())]
         return [
             module
-            for root in self.names.roots()
-            for module in root.modules()
-            if any(own is parameter for own in module._parameters.values())
+            for module in found
+            if module is not None and any(p is parameter for p in module._parameters.values())
         ]
+
+    def _look_up_owners(self) -> dict[int, list[weakref.ref[nn.Module]]]:
+        owners: dict[int, list[weakref.ref[nn.Module]]] = {}
+        for root in self.names.roots():
+            for module in root.modules():
+                for own in module._parameters.values():
+                    if own is not None:
+                        owners.setdefault(id(own), []).append(weakref.ref(module))
+        return owners
 
     def parameters(self) -> list[Tensor]:
         """Parameters of known modules and optimizers, each once.

@@ -116,11 +116,25 @@ def _cycle(lives: Lives, observed: Observed, allowed: int) -> Finding | None:
         f"{when} gc.collect() releases {format_bytes(worst.released)}: a reference cycle holds "
         f"tensors, not a leak{who}",
         _alive_line(observed),
+        *_largest_old(lives, worst.repetition),
         hint="break the cycle (del, weakref) or hold the tensor outside of it: the collector runs "
         "by object counts, not by bytes",
         kind="leak",
         bytes=worst.released,
     )
+
+
+def _largest_old(lives: Lives, repetition: int) -> list[str]:
+    """Where the largest of what waits for the collector was made."""
+    old = [
+        life
+        for life in lives.alive_at(lives.repetition(repetition) - 1)
+        if life.bill not in _OWNED and life.phase.name not in ("setup", "between", "backward")
+    ]
+    if not old:
+        return []
+    life = max(old, key=lambda one: one.block)
+    return [f"the largest: {in_words(life.dtype, life.shape)} made at {life.frame}"]
 
 
 def _detach(holder: GraphHolder) -> str:

@@ -85,10 +85,9 @@ class TrainingWatch(Listener):
 
     def backward_ends(self, call: Backward) -> None:
         self._note_unstepped(call)
-        if not self._loop.optimizers and not call.inside_step:
+        if not self._loop.optimizers and not call.inside_step and self._worth_a_census(0):
             parameters = [p for p in self._loop.names.parameters() if self._loop.used(p)]
-            if self._worth_a_census(0):
-                self._census(0, parameters, "")
+            self._census(0, parameters, "")
 
     def _worth_a_census(self, key: int) -> bool:
         """Again only while somebody is missing: who has had a gradient keeps it."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
+from pytest_vram.findings import Finding
 from pytest_vram.quantities import format_bytes, format_percent, format_share
 from pytest_vram.record import TestRecord
 from pytest_vram.reports.figures import verdict_text
@@ -205,7 +206,7 @@ def remarks(records: Sequence[TestRecord], verbosity: int) -> list[Line]:
             if found.severity == "warn":
                 lines += [Line(f"{_name(record)}: {text}" if at == 0 else text, "warn")
                           for at, text in enumerate(found.text().splitlines())]  # fmt: skip
-            elif found.severity == "note" and _is_shown(found.kind, verbosity):
+            elif found.severity == "note" and _is_shown(found, verbosity):
                 lines += [Line(f"{_name(record)}: {text}" if at == 0 else text)
                           for at, text in enumerate(found.text().splitlines())]  # fmt: skip
     if verbosity < 0:
@@ -221,10 +222,11 @@ def remarks(records: Sequence[TestRecord], verbosity: int) -> list[Line]:
     return lines
 
 
-def _is_shown(kind: str, verbosity: int) -> bool:
-    """Notes on what a passing test's memory consists of are for ``-v``; a failing one's message
-    has them as causes."""
-    return kind != "no-baseline" and verbosity >= (1 if kind == "memory-cause" else 0)
+def _is_shown(note: Finding, verbosity: int) -> bool:
+    """Notes on what a passing test's memory consists of are for ``-v`` (a failing one's message has
+    them as causes), and that a test without an optimizer never trained."""
+    quiet = note.kind == "memory-cause" or note.data.get("reason") == "never trained"
+    return note.kind != "no-baseline" and verbosity >= (1 if quiet else 0)
 
 
 def _lacks_baseline(record: TestRecord) -> bool:

@@ -35,6 +35,8 @@ spec.loader.exec_module(case)
 @pytest.mark.vram_budget({marker})
 def test_step(vram):
     device = vram.device.type
+    random.seed(0)
+    torch.manual_seed(0)
     if hasattr(case, "run"):
         case.run(fixed={fixed}, device=device)
         return
@@ -54,7 +56,7 @@ def test_step(vram):
 
 #: What a failing finding of the faulty form says.
 GUARDS = {
-    "36": r"^3 skipped warm-up steps, scale 65536 -> 8192, then stable for 5 steps\n"
+    "36": r"3 skipped warm-up steps, scale 65536 -> 8192, then stable for 5 steps.*"
     r"scheduler advanced 3 steps more than optimizer SGD",
     "37": r"6 of 6 steps were skipped, scale 65536 -> 1024 and falling; gradients are not finite "
     r"even at scale 1, so the scale is not the cause.*backward of sqrt",
@@ -141,7 +143,17 @@ def project(pytester: pytest.Pytester) -> Project:
     return Project(pytester)
 
 
-@pytest.mark.parametrize("number", sorted(GUARDS))
+#: One of each kind runs with the quick tests.
+QUICK = {"03", "18", "41", "45", "49"}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        number if number in QUICK else pytest.param(number, marks=pytest.mark.slow)
+        for number in sorted(GUARDS)
+    ],
+)
 def test_the_faulty_form_fails_and_the_healthy_one_is_silent(project: Project, number: str) -> None:
     case = Case(project, number)
     for args in ["--vram-update"], []:

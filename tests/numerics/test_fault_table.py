@@ -130,6 +130,17 @@ class Reentrant(Net):
         return checkpoint(super().features, x, use_reentrant=True)
 
 
+class EmptyRow(Net):
+    """Attention whose mask leaves one row without a single position."""
+
+    def features(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x))
+        scores = hidden @ hidden.mT
+        mask = torch.ones_like(scores, dtype=torch.bool)
+        mask[0] = False
+        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ hidden
+
+
 class Banned(Net):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         probability = torch.sigmoid(self.head(self.features(x)).float())
@@ -143,6 +154,10 @@ def half_head(model: Net) -> Net:
 
 def all_bf16(model: Net) -> Net:
     return model.to(torch.bfloat16)
+
+
+def all_fp16(model: Net) -> Net:
+    return model.to(torch.float16)
 
 
 @dataclass(frozen=True)
@@ -189,6 +204,12 @@ FAULTS = [
           Net, "fp16", half_head),
     Fault("bf16 updates round to nothing", "untrained", r"norm\.weight.*bfloat16 updates round",
           Net, "fp32", all_bf16, adam(1e-4)),
+    Fault("a fully masked row", "non-finite",
+          r"_softmax .*row entirely -inf -> NaN; -inf was written by masked_fill.*zero the empty",
+          EmptyRow),
+    Fault("Adam's eps in fp16", "non-finite",
+          r"parameters are not finite after the optimizer's step 1.*eps=1e-08 is 0 in float16",
+          Net, "fp32", all_fp16, adam(1e-3)),
     Fault("stale weights", "untrained", r"bit-identical.*although parameters moved", Frozen,
           same_batch=True, optimizer=adam(0.05)),
     Fault("reentrant checkpoint", "untrained",
@@ -213,8 +234,8 @@ def samples(fault: Fault) -> list[dict[str, Tensor]]:
         x = torch.randn(WIDTH, generator=generator)
         if fault.nan_sample and BATCH <= number < 2 * BATCH:
             x[0] = torch.nan
-        if fault.change is all_bf16:
-            x = x.to(torch.bfloat16)
+        if fault.change in (all_bf16, all_fp16):
+            x = x.to(torch.bfloat16 if fault.change is all_bf16 else torch.float16)
         items.append({"x": x, "y": torch.randn(1, generator=generator)})
     return items
 
