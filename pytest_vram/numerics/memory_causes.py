@@ -125,10 +125,10 @@ def _cycle(lives: Lives, observed: Observed, allowed: int) -> Finding | None:
 
 
 def _largest_old(lives: Lives, repetition: int) -> list[str]:
-    """Where the largest of what waits for the collector was made."""
+    """Where the largest of what waits for the collector was made: it was alive a step before."""
     old = [
         life
-        for life in lives.alive_at(lives.repetition(repetition) - 1)
+        for life in lives.alive_at(lives.repetition(repetition - 1))
         if life.bill not in _OWNED and life.phase.name not in ("setup", "between", "backward")
     ]
     if not old:

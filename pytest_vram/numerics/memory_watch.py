@@ -246,10 +246,20 @@ class MemoryWatch(Listener):
     def backward_begins(self, call: Backward) -> None:
         self.observed.backwards += 1
         self._eval_forwards = 0  # they were for this loss
+        if self.observed.backwards == 1:
+            self._one_repetition()
         if call.creates:
             self.observed.creates = self.observed.creates or call.line
         elif call.retains:
             self.observed.retains = self.observed.retains or call.line
+
+    def _one_repetition(self) -> None:
+        """Forwards before the first backward (an episode, micro-batches) were for its loss: what
+        grew until now was meant to."""
+        del self.observed.alive[1:]
+        self.observed.holders.clear()
+        self._graphs.clear()
+        self._containers.clear()
 
     def backward_ends(self, call: Backward) -> None:
         self._after_backward = True
