@@ -115,6 +115,16 @@ def setup_options(function: F) -> F:
     return function
 
 
+#: What describes a model given by sizes, with the values that these options have if not given.
+_OF_SIZES = {
+    **dict.fromkeys(("layers", "hidden", "heads")),
+    **dict.fromkeys(("kv_heads", "head_dim", "ffn", "positions", "experts"), 0),
+    **dict.fromkeys(("gated", "rmsnorm", "no_bias", "untied"), False),
+    "vocab": 32000,
+    "top_k": 2,
+}
+
+
 def find_shape(model: str | None, values: Mapping[str, Any]) -> ModelShape:
     """The model: a name, a config.json or its folder, ``module:attribute``, or sizes."""
     if model is None:
@@ -125,6 +135,10 @@ def find_shape(model: str | None, values: Mapping[str, Any]) -> ModelShape:
                 f"or --{' --'.join(missing)}"
             )
         return _explicit(values)
+    for name, usual in _OF_SIZES.items():
+        if values[name] != usual:
+            option = "--" + name.replace("_", "-")
+            raise Problem(f"{option} describes a model that is given by sizes; {model} has its own")
     path = Path(model)
     if path.exists() or model.endswith(".json"):
         return read_config(path)

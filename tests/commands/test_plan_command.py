@@ -116,6 +116,8 @@ def test_offload_names_bytes_and_seconds():
         (("gpt2", "--quantize", "nf4"), "add LoRA adapters"),
         (("missing.json",), "missing.json: no such file"),
         (("gpt2", "--check"), "--check simulates a live model"),
+        (("gpt2", "--kv-heads", "5"), "--kv-heads describes a model that is given by sizes; gpt2"),
+        (("gpt2", "--untied"), "--untied describes a model that is given by sizes; gpt2 has its"),
         (("gpt2", "--versus", "'"), "--versus: No closing quotation"),
         (("no_such_package:model",), "no_such_package:model: No module named"),
         (("--layers", "2", "--hidden", "10", "--heads", "3"), "3 heads do not divide"),
