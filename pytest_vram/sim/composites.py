@@ -13,8 +13,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
-from pytest_vram.sim import errors, inplace, products, shapes
+from pytest_vram.sim import (  # noqa: F401  (fastpath: its handlers)
+    errors,
+    fastpath,
+    inplace,
+    products,
+    shapes,
+)
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.kernels import attention, batchnorm, rnn
@@ -123,7 +130,8 @@ def _to(
     copy: bool,
     memory_format: torch.memory_format | None,
 ) -> torch.Tensor:
-    """``to_impl`` of TensorConversions.cpp, with devices compared as Python sees them."""
+    """``to_impl`` and ``to_will_alias`` of TensorConversions.cpp (v2.6.0, v2.14.1), with devices
+    compared as Python sees them."""
     target = self.device
     if device is not None:
         if device.type == "cuda" and device.index not in (None, 0):
@@ -133,7 +141,7 @@ def _to(
     formatted = (
         memory_format is None
         or memory_format is torch.preserve_format
-        or self.is_contiguous(memory_format=memory_format)
+        or memory_format is suggest_memory_format(self)  # a 1x1 kernel that could be either copies
     )
     if same and formatted and not copy:
         return self

@@ -350,9 +350,11 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 simulated = True
                 if tensor.__dict__["_fake_device"] is CUDA or tensor.is_cuda:
                     on_gpu = True
-        layout = None
+        layout: tuple[Any, bool] | bool | None = None
         if func in CONVOLUTIONS:  # cuDNN or not decides the layout of results
             layout = (self.ledger.card, torch._C._get_cudnn_enabled())
+        elif func is aten.masked_fill.Scalar:  # in place or not decides the layout of the result
+            layout = inplace.of_fresh(func)
         inference = torch.is_inference_mode_enabled()
         key = CallKey(func, tuple(flat), torch.get_default_dtype(), inference, layout)
         return key, tensors, on_gpu, simulated

@@ -35,9 +35,12 @@ def _read_scalar(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     return values.scalar(args[0])
 
 
-@_handles(aten.equal.default)
+@_handles(aten.equal.default, aten.allclose.default)
 def _read_equal(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return values.equal(args[0], args[1])
+    first, second = args[:2]
+    on_gpu = any(type(t) is SimTensor and t.is_cuda for t in (first, second))
+    mode.ledger.operator(func, args, kwargs, [], None, on_gpu)
+    return values.equal(first, second)
 
 
 @_handles(aten.record_stream.default)

@@ -31,7 +31,7 @@ _FRESH = {
     aten.index_add.default: ("IndexSelect",),
     aten.put.default: ("Take",),
     aten.logical_and.default: ("Max", "Min", "Median", "Nanmedian"),
-    aten.masked_fill.Scalar: ("Maximum", "Minimum", "Fmax", "Fmin"),
+    aten.masked_fill.Scalar: ("Maximum", "Minimum", "Fmax", "Fmin", "Clamp"),
 }
 
 #: Nodes that do so where nobody else holds the tensor and one of these operators made it, of
@@ -114,7 +114,7 @@ def takes_over(
     if type(first) is not SimTensor or not first.is_cuda or not called_by_engine():
         return False
     if func in _FRESH:
-        return _node().startswith(_FRESH[func])
+        return of_fresh(func)
     if torch.is_grad_enabled():
         return False
     # Gradients of one tensor that arrive from several users are added into the first
@@ -130,6 +130,13 @@ def takes_over(
         return False
     assert _alone is not None, "calibrated when the simulation starts"
     return held <= _alone[0] and stored <= _alone[1]
+
+
+def of_fresh(func: Any) -> bool:
+    """Whether the node that runs calls ``func`` on a tensor that is always its own."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return _node().startswith(_FRESH[func])
 
 
 def _accumulates(first: SimTensor, second: Any) -> bool:

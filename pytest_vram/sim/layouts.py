@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_vram.sim.kernels.iterator import contiguous_strides, order_of
+from pytest_vram.sim import inplace
+from pytest_vram.sim.kernels.convolution import channels_last, formatted
+from pytest_vram.sim.kernels.iterator import contiguous_strides, layout, order_of
+from pytest_vram.sim.tensors import is_dense
 
 aten = torch.ops.aten
 
@@ -26,6 +29,13 @@ _CONTIGUOUS = {
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss_backward.default,
     aten.rrelu_with_noise.default,
+}
+
+#: Channels last where the first operand suggests it: UpSample.h (``suggest_memory_format``),
+#: v2.14.1.
+_AS_FIRST = {
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bilinear2d_backward.default,
 }
 
 #: TensorIterators over the operands as they stand in the call (Activation.cpp, BinaryOps.cpp),
@@ -54,6 +64,11 @@ def laid_out(func: Any, args: Sequence[Any], result: Any) -> Any:
         if first is None:
             return result
         return (_with(first, contiguous_strides(first.shape)), *others)
+    if func is aten.masked_fill.Scalar:
+        return _masked(func, args[0], result)
+    if func in _AS_FIRST:
+        last = channels_last(layout(args[0]))
+        return _with(result, formatted(layout(result), last).stride)
     if func is aten.log_sigmoid_forward.default:
         return result[0], result[1].new_empty(0)  # the buffer is the CPU's (Activation.cpp)
     if isinstance(result, Tensor) and (func in _IN_ORDER or _widened(func)):
@@ -61,6 +76,14 @@ def laid_out(func: Any, args: Sequence[Any], result: Any) -> Any:
         if func in _IN_ORDER or any(_expanded(a) for a in operands):
             return _with(result, _iterated(tuple(result.shape), operands))
     return result
+
+
+def _masked(func: Any, source: Tensor, result: Tensor) -> Tensor:
+    """``clone(MemoryFormat::Contiguous)``, then filled (Indexing.cu, v2.14.1); where autograd fills
+    a tensor of its own, that keeps its strides."""
+    if not inplace.of_fresh(func):
+        return _with(result, contiguous_strides(result.shape))
+    return _with(result, source.stride()) if is_dense(source) else result
 
 
 def _widened(func: Any) -> bool:

@@ -26,14 +26,14 @@ class CallKey(NamedTuple):
     ``arguments`` are flat: lengths of sequences, types and values of scalars, and for each tensor
     shape, stride, dtype, offset and device. ``dtype`` is the default one, for which factories ask,
     and integers that become floating point (x / 2). ``layout`` is set where results are laid out by
-    card and switches: ``(card, cuDNN enabled)``.
+    card and switches, ``(card, cuDNN enabled)``, or by whether autograd works in place.
     """
 
     func: Any
     arguments: tuple[Any, ...]
     dtype: torch.dtype
     inference: bool
-    layout: tuple[Any, bool] | None = None
+    layout: tuple[Any, bool] | bool | None = None
 
 
 class ProgramKey(NamedTuple):

@@ -26,6 +26,11 @@ def _like_input(grad: Tensor, source: Tensor, *rest: Any, **more: Any) -> Tensor
     return torch.empty_like(source, memory_format=torch.contiguous_format)
 
 
+def _like_first(source: Tensor, *rest: Any, **more: Any) -> Tensor:
+    """Distributions.cpp: samples in the shape of the first argument, contiguous."""
+    return torch.empty_like(source, memory_format=torch.contiguous_format)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Fused optimizer steps write into their arguments."""
 
@@ -43,6 +48,11 @@ META: dict[str, Callable[..., Any]] = {
     "_fused_sgd_.tensor_lr": _nothing,
     "_fused_adagrad_": _nothing,
     "_fused_adagrad_.tensor_lr": _nothing,
+    "_fused_adam_.tensor_lr": _nothing,
+    "_fused_adamw_.tensor_lr": _nothing,
+    "fractional_max_pool3d_backward": _like_input,
+    "binomial": _like_first,
+    "_sample_dirichlet": _like_first,
 }
 
 
@@ -82,6 +92,25 @@ def _ctc_loss(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
     ]
     mode.ledger.operator(func, args, kwargs, outputs, None, True)
     return tuple(outputs)
+
+
+def one_hot(self: Tensor, num_classes: int = -1) -> Tensor:
+    """Onehot.cpp (v2.6.0, v2.14.1): zeros and a scatter into them; fake tensors would be compared
+    with ``arange``. How many classes there are is asked of the values only where nobody says."""
+    if self.dtype is not torch.int64:
+        raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
+    if num_classes == -1:
+        known = values.known(self)
+        if known is None:
+            raise values.DataDependent(values.explain(aten.one_hot.default))
+        self.max()
+        num_classes = int(known.max()) + 1
+    shape = (*self.shape, num_classes)
+    if not self.numel():
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    return torch.zeros(shape, dtype=self.dtype, device=self.device).scatter_(
+        -1, self.unsqueeze(-1), 1
+    )
 
 
 # -- what is a loop of other operators ------------------------------------------------------
@@ -155,6 +184,9 @@ HANDLERS[aten._efficientzerotensor.default] = _zero_tensor
 HANDLERS[aten._trilinear.default] = _trilinear
 
 #: Composites that ask where their arguments are.
-COMPOSITES: dict[str, Callable[..., Any]] = {"ctc_loss.Tensor": ctc_loss_tensor}
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    "ctc_loss.Tensor": ctc_loss_tensor,
+    "one_hot": one_hot,
+}
 
 __all__ = ["COMPOSITES", "CUDA_KERNELS", "META", "kernel_of_cuda"]

@@ -18,6 +18,9 @@ META = torch.device("meta")
 REAL_ON_HOST = 1 << 18
 
 
+_PLAIN_INDICES = {int, slice, type(None), type(Ellipsis), bool}
+
+
 class SimTensor(FakeTensor):
     """A FakeTensor that tells Python it lives on the simulated GPU and C++ that it is on ``meta``.
 
@@ -112,6 +115,23 @@ class SimTensor(FakeTensor):
             value = torch.nn.Parameter(value, requires_grad=self.requires_grad)
         return value.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(self._index_on_card(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(self._index_on_card(index), value)
+
+    def _index_on_card(self, index: Any) -> Any:
+        """A list among the indices becomes a tensor on the card, which autograd then keeps
+        (``sequenceToVariable`` of python_variable_indexing.cpp, v2.6.0, v2.14.1)."""
+        if type(index) in _PLAIN_INDICES or not self.is_cuda:
+            return index
+        if type(index) is tuple:
+            return tuple(self._index_on_card(part) for part in index)
+        if not isinstance(index, (list, range)) or not all(type(i) in (int, bool) for i in index):
+            return index
+        return torch.tensor(index, dtype=None if len(index) else torch.int64, device=self.device)
+
     def pin_memory(self, *args: Any, **kwargs: Any) -> SimTensor:
         return self
 
@@ -137,6 +157,8 @@ class SimTensor(FakeTensor):
                 dtype=self.dtype,
                 device=self.device,
             )
+            if not getattr(self, "_is_param", False):
+                self.new_empty(())  # which then becomes the view
             copy = whole.as_strided(self.shape, self.stride(), self.storage_offset())
         if getattr(self, "_is_param", False):
             copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)

@@ -7,7 +7,6 @@ Models of ``transformers`` and ``peft`` are built from configurations; no weight
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -499,6 +498,5 @@ def side_stream_copies(device: str) -> Step:
     return step
 
 
-@functools.lru_cache(maxsize=1)
-def names() -> tuple[str, ...]:
-    return tuple(PROGRAMS)
+import programs_models  # noqa: E402, F401  (they register theirs here)
+import programs_plain  # noqa: E402, F401

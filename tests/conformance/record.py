@@ -2,7 +2,7 @@
 
     python record.py [CARD ...]     writes fixtures/conformance/stub-<torch>.json
 
-Runs measure.py once per card (STUB_DEVICE) through tests/stub_driver/run.sh.
+Runs measure.py on each card (STUB_DEVICE) through tests/stub_driver/run.sh.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from programs import PROGRAMS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 #: The stub driver's cards, and the profiles that simulate them.
 CARDS = {"a100": "a100-80gb", "h100": "h100-80gb", "t4": "t4", "rtx4090": "rtx4090"}
+
+#: Programs that differentiate through backward: their order depends on how many nodes the threads
+#: of a process made before, so each gets a process of its own.
+ALONE = ("gradient_penalty", "maml", "pinn", "wgan_gp")
 
 
 def record(card: str, arguments: tuple[str, ...] = ()) -> list[dict[str, object]]:
@@ -33,7 +39,13 @@ def record(card: str, arguments: tuple[str, ...] = ()) -> list[dict[str, object]
 
 
 def main() -> None:
-    rows = [row for card in sys.argv[1:] or CARDS for row in record(card)]
+    together = tuple(name for name in PROGRAMS if name not in ALONE)
+    rows = [
+        row
+        for card in sys.argv[1:] or CARDS
+        for names in (together, *((name,) for name in ALONE))
+        for row in record(card, names)
+    ]
     version = ".".join(str(rows[0]["torch"]).split(".")[:2])
     target = ROOT / "fixtures" / "conformance" / f"stub-{version}.json"
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -237,7 +237,7 @@ def select(conv: Convolution, card: Card) -> Implementation:
 # ---------------------------------------------------------------------------------------- copies
 
 
-def _formatted(plain: Layout, last: bool) -> Layout:
+def formatted(plain: Layout, last: bool) -> Layout:
     """A fresh tensor of this shape, contiguous or channels last."""
     if not last:
         return contiguous(plain.shape, plain.itemsize)
@@ -265,7 +265,7 @@ class _Copies:
         if _is_formatted(plain, last):
             return plain, []
         self.keys.append(key)
-        return _formatted(plain, last), [Take(key, plain.nbytes, why)]
+        return formatted(plain, last), [Take(key, plain.nbytes, why)]
 
     def end(self) -> Iterator[Step]:
         while self.keys:
@@ -521,8 +521,8 @@ def _native_groups_backward(
         yield from copies.end()
     names = ("input", "weight", "bias")
     yield from (Out(index) for index in range(3) if wanted[index])
-    for index, name in enumerate(names):
-        if wanted[index]:
+    for index, name in reversed(list(enumerate(names))):
+        if wanted[index]:  # vectors of parts, the last of which dies first
             yield from (Give(f"{group}.d{name}") for group in range(conv.groups))
 
 
@@ -584,7 +584,7 @@ def _cudnn_backward(
     if (wanted[0] or wanted[1]) and channels_last(grad) != channels_last(source):
         copies.keys.append("grad")
         yield Take("grad", grad.nbytes, f"gradient of the output {why}")
-        grad = _formatted(grad, channels_last(source))
+        grad = formatted(grad, channels_last(source))
     if wanted[0]:
         inner = _Copies([])
         last = cudnn_channels_last(grad, weight, dtype)
@@ -661,7 +661,7 @@ def result_strides(
         shape = conv.output_shape
         if weight.dim() == 3:
             shape = (*shape[:2], shape[3])
-        return (_formatted(Layout(shape, shape, plain.itemsize), last).stride,)
+        return (formatted(Layout(shape, shape, plain.itemsize), last).stride,)
     wanted = args[10]
     first = second = False
     if cudnn:  # the gradient of the output follows the input, which the weight may have changed
@@ -676,7 +676,7 @@ def result_strides(
     shapes = (tuple(source.shape), tuple(weight.shape), (int(args[0].shape[1]),))
     formats = (first, second, False)
     return tuple(
-        _formatted(Layout(shape, shape, plain.itemsize), form).stride if want else None
+        formatted(Layout(shape, shape, plain.itemsize), form).stride if want else None
         for shape, form, want in zip(shapes, formats, wanted, strict=True)
     )
 

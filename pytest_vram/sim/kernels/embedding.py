@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pytest_vram.sim.kernels import (
     Card,
@@ -26,8 +27,9 @@ from pytest_vram.sim.kernels import (
     size_of,
     versions,
 )
-from pytest_vram.sim.kernels.iterator import is_flat
+from pytest_vram.sim.kernels.iterator import contiguous, is_flat
 from pytest_vram.sim.kernels.reductions import wide
+from pytest_vram.sim.kernels.sorting import sort_steps
 
 aten = torch.ops.aten
 _ROWS_PER_THREAD = 10
@@ -54,6 +56,30 @@ def _looked_up(outputs: Outputs) -> Iterator[Step]:
     result = outputs[0]
     if result is not None and result.numel():
         yield from filled_resize(result.element_size())
+
+
+@rule(aten.embedding_renorm_.default)
+def embedding_renorm(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """The indices are sorted and each is kept once, so that no row is scaled twice
+    (``embedding_renorm_cuda_``, Embedding.cu). The second buffer was seen with 2.14.1 for 12 to
+    40,000 indices."""
+    indices = args[1]
+    n, size = int(indices.numel()), size_of(indices)
+    if not n:
+        return
+    plain = contiguous((n,), indices.element_size())
+    yield Take("sorted", size, "sorted indices")
+    yield Take("order", n * 8, "order of the sorted indices")
+    yield Take("keys", size, "second buffer of the sort")
+    yield from sort_steps(plain, 0, plain, contiguous((n,), 8), card)
+    yield Give("keys")
+    yield Take("unique", size, "every index once")
+    yield Take("count", 8, "number of different indices")
+    yield from cub.storage(cub.select(n, card), "unique")
+    for key in ("count", "unique", "order", "sorted"):
+        yield Give(key)
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -159,6 +185,10 @@ def embedding_bag_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
     grad, indices = args[0], args[1]
+    result = outputs[0]
+    if result is not None and result.layout is torch.sparse_coo:
+        yield from _sparse_bags(args, grad, int(indices.numel()))
+        return
     dense = len(args) > 8 and isinstance(args[6], int)
     rows, mode = (args[6], args[8]) if dense else (args[5], args[7])
     n, item = int(indices.numel()), indices.element_size()
@@ -179,3 +209,16 @@ def embedding_bag_backward(
     yield Give("sorted")
     if copy:
         yield Give("grad")
+
+
+def _sparse_bags(args: tuple[Any, ...], grad: Tensor, n: int) -> Iterator[Step]:
+    """``_embedding_bag_sparse_backward``: the gradient of each index's bag, for a mean divided by
+    the bag's size (ATen/native/EmbeddingBag.cpp, v2.14.1)."""
+    yield Out(0)
+    if args[8] == 1:
+        bags, item = int(args[4].numel()), grad.element_size()
+        yield Take("sizes", bags * item, "sizes of the bags")
+        yield Take("scales", bags * item, "one over the sizes")
+        yield Take("each", n * item, "scale of each index")
+        for key in ("scales", "sizes", "each"):
+            yield Give(key)

@@ -36,6 +36,10 @@ aten = torch.ops.aten
 _LONG = 8
 
 
+def _on_host(tensor: Tensor) -> bool:
+    return bool(tensor.device.type == "cpu")
+
+
 class _Index:
     """One index tensor, broadcast with the others."""
 
@@ -44,8 +48,7 @@ class _Index:
         self.stride = tuple(tensor.expand(shape).stride())
         self.shape = shape
         self.contiguous = is_contiguous(shape, self.stride)
-        self.narrow = tensor.dtype != torch.int64
-        self.numel = int(tensor.numel())
+        self.host = _on_host(tensor)
 
 
 def _broadcast(indices: Sequence[Tensor | None]) -> list[_Index | None]:
@@ -73,7 +76,7 @@ def _accumulate(
 ) -> Iterator[Step]:
     """``index_put_with_sort_kernel``: linear indices, sorted with where they came from."""
     padded: list[Tensor | None] = [*indices, *[None] * (target.dim() - len(indices))]
-    cast = [i for i in padded if i is not None and i.dtype != torch.int64]
+    cast = [i for i in padded if i is not None and i.dtype != torch.int64 and not _on_host(i)]
     index = _broadcast(padded)
     known = [i for i in index if i is not None]
     n = known[0].n
@@ -117,8 +120,12 @@ def _accumulate(
 
 
 def _wrapped(index: _Index, number: int, card: Card, checked: bool) -> Iterator[Step]:
-    """``wrapIndexOnce`` and the multiplication by the stride; leaves ``linear{number}`` taken."""
+    """``wrapIndexOnce`` and the multiplication by the stride; leaves ``linear{number}`` taken.
+    An index on the host is checked, wrapped and multiplied there, then moved."""
     n = index.n
+    if index.host:
+        yield Take(f"linear{number}", n * _LONG, "linear indices from the host")
+        return
     if checked and n:
         yield from _range_check(index, card)
     yield Take("wrapped", n * _LONG, "indices without negative ones")
@@ -169,6 +176,8 @@ def index_put(
     yield Out(0)
     if _masks(indices):
         mask = next(i for i in indices if i is not None)
+        if _on_host(mask):
+            return  # its positions are found on the host; how many there are is a value
         if accumulate or value.numel() != 1 or value.device.type != "cpu":  # else masked_fill
             yield from _positions(int(mask.numel()), 0, card)
         return
@@ -186,9 +195,14 @@ def index_put(
 
 
 def _prepared(indices: Sequence[Tensor | None]) -> list[Take]:
-    """What ``make_info`` makes of the indices: int64, one shape, one stride."""
+    """What ``make_info`` makes of the indices: on the card, int64, one shape, one stride."""
     given = [i for i in indices if i is not None]
     taken = [
+        Take(f"moved{i}", size_of(t), "indices from the host")
+        for i, t in enumerate(given)
+        if _on_host(t)
+    ]
+    taken += [
         Take(f"long{i}", int(t.numel()) * _LONG, "indices as int64")
         for i, t in enumerate(given)
         if t.dtype == torch.int32
@@ -217,6 +231,8 @@ def index(
     indices = args[1]
     if _masks(indices):
         at, mask = next((p, i) for p, i in enumerate(indices) if i is not None)
+        if _on_host(mask):
+            return _found_on_host(mask, outputs, at)
         return _counted(int(mask.numel()), mask.dim(), outputs, card, at)
     return _given_after(_prepared(indices), list(outs(outputs)))
 
@@ -255,6 +271,18 @@ def _counted(n: int, dims: int, outputs: Outputs, card: Card, at: int = 0) -> It
     assert result is not None
     found = int(result.shape[at]) if result.dim() else 0
     yield from _positions(n, found * dims * _LONG, card)
+    yield Out(0)
+    if found:
+        yield Give("positions")
+
+
+def _found_on_host(mask: Tensor, outputs: Outputs, at: int) -> Iterator[Step]:
+    """The positions of a mask on the host are counted there and moved."""
+    result = outputs[0]
+    assert result is not None
+    found = int(result.shape[at]) if result.dim() else 0
+    if found:
+        yield Take("positions", found * mask.dim() * _LONG, "positions from the host")
     yield Out(0)
     if found:
         yield Give("positions")
@@ -321,6 +349,23 @@ def scatter(
         vector = vector.select(other, 0) if other != dim else vector
     plain = contiguous(tuple(index.shape), source.element_size())
     yield from _accumulate(target, (*[None] * dim, vector), plain, card)
+
+
+@rule("aten::scatter_reduce.two", "aten::scatter_reduce_.two")
+def scatter_reduce(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """A mean counts what it adds: ones are scattered into a count, whose zeros become ones
+    (``scatter_reduce_two``, TensorAdvancedIndexing.cpp, v2.14.1)."""
+    source, reduce, result = args[3], args[4], outputs[0]
+    assert result is not None
+    yield Out(0)
+    if reduce == "mean":
+        yield Take("ones", size_of(source), "ones to count with")
+        yield Take("count", size_of(result), "how many values each element is the mean of")
+        yield from scratch(int(result.numel()), "elements that nothing is added to")
+        yield Give("count")
+        yield Give("ones")
 
 
 @rule(aten.index_copy.default, aten.index_copy_.default)

@@ -70,8 +70,8 @@ def layer_norm_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
     grad, source, shape, mean, rstd, weight = args[:6]
-    copies = _copies(grad=grad, input=source, mean=mean, rstd=rstd, weight=weight)
-    return _around(copies, _norm_backward(source, shape, outputs, card))
+    copies = _copies(input=source, mean=mean, rstd=rstd, weight=weight)
+    return _around(copies, _norm_backward(grad, source, shape, outputs, card))
 
 
 @rule("aten::_fused_rms_norm_backward")
@@ -79,14 +79,17 @@ def rms_norm_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
     grad, source, shape, rstd, weight = args[:5]
-    copies = _copies(grad=grad, input=source, rstd=rstd, weight=weight)
-    return _around(copies, _norm_backward(source, shape, outputs, card))
+    copies = _copies(input=source, rstd=rstd, weight=weight)
+    return _around(copies, _norm_backward(grad, source, shape, outputs, card))
 
 
 def _norm_backward(
-    source: Tensor, shape: list[int], outputs: Outputs, card: Card
+    grad: Tensor, source: Tensor, shape: list[int], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """``LaunchGammaBetaBackwardCUDAKernel``: many short rows give partial sums, whose sums
+    """The gradient is made contiguous after the results
+    (``LayerNormBackwardKernelImplInternal``).
+
+    ``LaunchGammaBetaBackwardCUDAKernel``: many short rows give partial sums, whose sums
     replace the gradients that were allocated first."""
     wide_rows = prod(shape)
     rows = source.numel() // wide_rows if wide_rows else 0
@@ -98,6 +101,7 @@ def _norm_backward(
         and wide_rows // 32 < card.profile.multiprocessors // 2
     ):
         yield from outs(outputs)
+        yield from _around(_copies(grad=grad), iter(()))
         return
     if outputs[0] is not None:
         yield Out(0)

@@ -2,7 +2,7 @@
 
 Read from ATen/native/cuda/DilatedMaxPool2d.cu, AveragePool2d.cu, AdaptiveAveragePooling.cu,
 AdaptiveMaxPooling2d.cu, UpSample*.cu, LossCTC.cu and ATen/native/AffineGridGenerator.cpp (v2.6.0,
-v2.14.1).
+v2.14.1); where a rule names no version it is of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from pytest_vram.sim.kernels import (
     scratch,
     size_of,
 )
+from pytest_vram.sim.kernels.convolution import channels_last
 from pytest_vram.sim.kernels.gemm import handle_workspace
+from pytest_vram.sim.kernels.iterator import layout
 
 aten = torch.ops.aten
 
@@ -64,6 +66,72 @@ def pool(
 ) -> Iterator[Step]:
     yield from outs(outputs)
     yield from _held(_copies(False, args[0]))
+
+
+@rule(
+    aten.upsample_nearest2d_backward.default,
+    aten._upsample_nearest_exact2d_backward.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_nearest3d_backward.default,
+    aten._upsample_nearest_exact3d_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+)
+def resampling_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """UpSampleNearest2d.cu, UpSampleBilinear2d.cu, UpSampleNearest3d.cu, DilatedMaxPool3d.cu."""
+    yield from outs(outputs)
+    yield from _held(_copies(False, args[0]))
+
+
+@rule(aten._adaptive_avg_pool2d_backward.default)
+def adaptive_avg_pool_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """AdaptiveAveragePooling.cu: the channels-last kernel reads a gradient of any strides."""
+    yield from outs(outputs)
+    if not channels_last(layout(args[1])):
+        yield from _held(_copies(True, args[0]))
+
+
+@rule(
+    aten.upsample_nearest1d_backward.default,
+    aten._upsample_nearest_exact1d_backward.default,
+    aten.upsample_linear1d_backward.default,
+    aten._adaptive_avg_pool3d_backward.default,
+    aten.avg_pool3d_backward.default,
+    aten.adaptive_max_pool3d_backward.default,
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+)
+def dense_gradient(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """UpSampleNearest1d.cu, UpSampleLinear1d.cu, AdaptiveAveragePooling3d.cu, AveragePool3d.cu,
+    AdaptiveMaxPooling3d.cu, ReflectionPad.cu."""
+    yield from outs(outputs)
+    yield from _held(_copies(True, args[0]))
+
+
+@rule(aten.upsample_trilinear3d_backward.default)
+def trilinear_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """UpSampleTrilinear3d.cu: a contiguous gradient and a contiguous result, copied back."""
+    yield from outs(outputs)
+    yield from _held(_copies(True, args[0]) + _results(outputs))
+
+
+@rule(aten.fractional_max_pool2d_backward.default)
+def fractional_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """FractionalMaxPool2d.cu: the gradient's copy comes first."""
+    copies = _copies(True, args[0])
+    yield from copies
+    yield from outs(outputs)
+    for step in copies:
+        yield Give(step.key)
 
 
 @rule(aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Span, Step, Take, rule, size_of
-from pytest_vram.sim.kernels.iterator import contiguous
+from pytest_vram.sim.kernels.iterator import contiguous, is_contiguous
 from pytest_vram.sim.kernels.reduce import reduction
 from pytest_vram.sim.kernels.reductions import summing
 
@@ -668,7 +668,8 @@ def pack_padded_sequence(
         length = int(lengths[batch - 1 - index])
         if length > before:
             running = batch - index
-            if (running < batch and length - before > 1) or not line.is_contiguous():
+            shape = (length - before, running, *line.shape[2:])
+            if not is_contiguous(shape, line.stride()):
                 copies += 1
                 yield Take(f"part{copies}", (length - before) * running * row, "steps in one piece")
             before = length

@@ -174,6 +174,9 @@ def topk(
     yield from outs(outputs)
     if not source.dim() or not source.numel() or not k:
         return
+    dense = source.is_contiguous()
+    if not dense:
+        yield Take("dense", size_of(source), "contiguous input")
     dim = argument(args, kwargs, 2, "dim", -1) % source.dim()
     size = source.shape[dim]
     slices, item = int(source.numel()) // size, source.element_size()
@@ -190,6 +193,39 @@ def topk(
         yield from scratch(size_of(indices), "indices in order", "reordered")
         yield Give("picked")
         yield Give("order")
+    if not dense:
+        yield Give("dense")
+
+
+@rule(aten._cummax_helper.default, aten._cummin_helper.default)
+def extreme_so_far(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Results that the caller made, and a contiguous input (ScanKernels.cpp)."""
+    if not args[0].is_contiguous():
+        yield from scratch(size_of(args[0]), "contiguous input")
+
+
+@rule(aten.cummax.default, aten.cummin.default)
+def extreme_with_position(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    yield from outs(outputs)
+    yield from extreme_so_far(args, kwargs, outputs, card) or ()
+
+
+@rule("aten::searchsorted.Scalar", "aten::bucketize.Scalar")
+def search_one(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """The number becomes a tensor on the card, and is then cast to the boundaries' type
+    (``searchsorted_scalar_tensor``, BucketizationUtils.h)."""
+    boundaries = args[1] if isinstance(args[1], Tensor) else args[0]
+    yield Take("number", 8, "number as a tensor")
+    yield Out(0)
+    if boundaries.dtype not in (torch.float64, torch.int64):
+        yield from scratch(boundaries.element_size(), "number in the boundaries' type", "cast")
+    yield Give("number")
 
 
 def _topk_blocks(slices: int, size: int, item: int, card: Card) -> Iterator[Step]:
