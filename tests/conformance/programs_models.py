@@ -225,18 +225,3 @@ def hf_dpo(device: str) -> Step:
         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
     return amp_step(model, _adamw(model.parameters()), loss, _BRAIN)
-
-
-@program(needs="transformers")
-def hf_llama_generate(device: str) -> Step:
-    """Greedy decoding with a growing cache."""
-    import transformers
-
-    config = transformers.LlamaConfig(eos_token_id=None, pad_token_id=0, **_GROUPED)
-    model = transformers.LlamaForCausalLM(config).to(device, _BRAIN).eval()
-
-    def step() -> None:
-        tokens = torch.randint(5, 8000, (2, 16)).to(device)
-        model.generate(tokens, max_new_tokens=8, do_sample=False)
-
-    return step
