@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 from collections.abc import Callable
@@ -142,6 +143,70 @@ def test_a_global_cache_without_a_name() -> None:
     assert found.kind == "leak"
     assert "live memory grows by 512.0 KiB" in found.sentence
     cache.clear()
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.history: list[dict[str, torch.Tensor]] = []
+
+
+@functools.lru_cache(maxsize=64)
+def cached(step: int) -> torch.Tensor:
+    return torch.zeros(512, 256, device="cuda")
+
+
+@pytest.mark.parametrize("how", ["attribute", "lru_cache"])
+def test_who_keeps_tensors_of_past_steps_has_a_name(how: str) -> None:
+    def body() -> None:
+        cached.cache_clear()
+        model, keeper = stack(), Keeper()
+        for step in range(5):
+            out = model(torch.randn(512, 256, device="cuda"))
+            out.pow(2).mean().backward()
+            if how == "attribute":
+                keeper.history.append({"out": out.detach()})
+            else:
+                cached(step)
+            model.zero_grad()
+            del out
+
+    sentence = verdict(body)[0].sentence
+    cached.cache_clear()
+    names = {
+        "attribute": "list 'keeper.history' in body",
+        "lru_cache": "lru_cache 'cached' (global",
+    }
+    assert names[how] in sentence
+
+
+def test_a_hidden_state_that_is_never_cut_is_named() -> None:
+    def body() -> None:
+        cell = nn.GRUCell(64, 512).cuda()
+        hidden = torch.zeros(256, 512, device="cuda")
+        for _ in range(5):
+            hidden = cell(torch.randn(256, 64, device="cuda"), hidden)
+            hidden.pow(2).mean().backward(retain_graph=True)
+            cell.zero_grad()
+
+    found = verdict(body)[0]
+    assert "variable 'hidden' in body has a grad_fn and keeps every step's graph" in found.sentence
+    assert found.hint == "cut the graph between steps: hidden = hidden.detach()"
+
+
+def test_evaluation_with_gradients_on() -> None:
+    def body() -> None:
+        model = stack()
+        model(torch.randn(8, 256, device="cuda")).pow(2).mean().backward()
+        model.eval()
+        for _ in range(3):
+            model(torch.randn(8, 256, device="cuda"))
+
+    (found,) = verdict(body)
+    assert found.severity == "warn"
+    assert (
+        "ran in eval mode with gradients on, again and again without a backward" in found.sentence
+    )
+    assert "torch.no_grad()" in found.hint
 
 
 def test_cycles_in_a_loop_with_collections_after_each_step() -> None:
