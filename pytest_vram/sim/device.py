@@ -104,10 +104,15 @@ def _has_kernel(func: OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))  # type: ignore[no-untyped-call]
 
 
+class _Kernel(threading.local):
+    running = False
+
+
 class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """The dispatch of one simulation. ``ledger`` hears of every allocation."""
 
     def __init__(self, ledger: StorageLedger) -> None:
+        self._kernel = _Kernel()
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.version = ledger.card.torch
         self.cache_enabled = False  # ours below is keyed and applied in a tenth of the time
@@ -118,6 +123,15 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.added_in_place: Any = None  # by the composite that is running
         self._cacheable: dict[OpOverload, bool] = {}
         self._composites: dict[OpOverload, bool] = {}
+
+    @property
+    def in_kernel_invocation(self) -> bool:
+        """Whether this thread is inside an operator's fake execution: tensors then say ``meta``."""
+        return self._kernel.running
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._kernel.running = value
 
     @property
     def avoid_device_init(self) -> bool:
