@@ -109,8 +109,10 @@ class PassFixtures:
         """While this is open pytest sets up a placeholder; inside a pass, the fixture itself."""
         original = definition.func
 
-        def deferred(**arguments: Any) -> Any:
-            fixture = _Fixture(definition, request, _bound(original, request), arguments)
+        def deferred(*instance: Any, **arguments: Any) -> Any:
+            # pytest 8.0 binds the functions of unittest classes itself
+            function = original.__get__(*instance) if instance else _bound(original, request)
+            fixture = _Fixture(definition, request, function, arguments)
             placeholder = Placeholder(fixture)
             self._fixtures.append((fixture, placeholder))
             return placeholder if self._stack is None else self._set_up(fixture, placeholder)

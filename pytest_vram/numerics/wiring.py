@@ -28,8 +28,8 @@ class WiringWatch(Listener):
         self._seen: weakref.WeakKeyDictionary[Any, _ScalerSeen] = weakref.WeakKeyDictionary()
         self._autocast_step = ""
         self._reentrant: list[tuple[str, Any]] = []
-        #: Per thread, since an update: line, how the loss was reduced.
-        self._micro: dict[int, list[tuple[str, str]]] = {}
+        self._micro: list[tuple[str, str]] = []  # (line, how the loss was reduced) since an update
+        self._threads: set[int] = set()  # that ran backward
 
     def _add(self, key: str, sentence: str, *details: str, hint: str = "", **more: Any) -> None:
         kind = more.pop("kind", "scaler")
@@ -335,7 +335,7 @@ class WiringWatch(Listener):
             )
 
     def update_ends(self, update: Update) -> None:
-        self._micro.pop(get_ident(), None)
+        self._micro.clear()
         if update.scaler is not None:
             seen = self._scaler(update.scaler)
             seen.ever_stepped[id(update.optimizer)] = update.line
@@ -385,7 +385,8 @@ class WiringWatch(Listener):
         node = call.roots[0].grad_fn if call.roots else None
         if call.scaler is not None:
             node = _below_scaling(node)
-        self._micro.setdefault(get_ident(), []).append((call.line, _reduction(node)))
+        self._micro.append((call.line, _reduction(node)))
+        self._threads.add(get_ident())
 
     def backward_ends(self, call: Backward) -> None:
         mixed = [r for r in self._loop.reached if r.before.unscaled_at and not r.before.applied]
@@ -442,8 +443,10 @@ class WiringWatch(Listener):
 
     def _undivided_loss(self, update: Update) -> None:
         """k micro-batches, each with a mean as its loss, give k times the gradient of the batch."""
+        if len(self._threads) > 1:
+            return  # loops that interleave: whose micro-batch is it?
         groups: dict[str, list[str]] = {}
-        for line, reduction in self._micro.get(get_ident(), ()):
+        for line, reduction in self._micro:
             groups.setdefault(line, []).append(reduction)
         for line, reductions in groups.items():
             if len(reductions) < 2 or not all(reductions):
