@@ -61,7 +61,7 @@ class FollowedThreads:
                 self._working -= 1
                 self._changed.notify_all()
 
-    def settle(self, seconds: float = 0.5) -> None:
+    def settle(self, seconds: float = 2.0) -> None:
         """Wait for work whose result is known: its thread still holds it for a moment. Work that
         takes longer than ``seconds`` goes on."""
         with self._changed:

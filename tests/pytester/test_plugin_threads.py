@@ -45,9 +45,9 @@ def test_subclass():
 
 {BUDGET}
 def test_executors():
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         assert all(map(is_there, pool.map(train_one, [16, 32, 48])))
-    with ThreadPool(2) as pool:
+    with ThreadPool(1) as pool:
         assert all(map(is_there, pool.map(train_one, [16, 32, 48])))
     assert is_there(OLD.submit(train_one).result())
 
