@@ -525,7 +525,7 @@ class Probes:
             __tracebackhide__ = True
             tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             owned = [p for p in tensors if isinstance(p, Tensor)]
-            seen = Clip(owned, clip.__name__, float(limit), user_line())
+            seen = Clip(owned, clip.__name__.lstrip("_"), float(limit), user_line())
             self._tell("clip_begins", seen)
             result = clip(tensors, limit, *args, **kwargs)
             seen.norm = kwargs.get("total_norm", args[0] if args else None)
