@@ -350,7 +350,10 @@ def test_the_marker_is_registered(project: Project) -> None:
         (["--vram-device=tpu"], "*--vram-device: 'tpu' is no device: expected auto, cuda, *"),
         (["--vram-device=sim:rtx4091"], "*--vram-device: unknown GPU 'rtx4091'; did you mean*"),
         (["--vram-dry-run"], "*--vram-dry-run says what --vram-update would do: give both"),
-        (["--vram-update=nwe"], "*--vram-update=new*ignored explicit argument 'nwe'"),
+        (
+            ["--vram-update=nwe"],
+            "ERROR: --vram-update=nwe: expected new, changed, tighten, prune or all, or no*",
+        ),
     ],
 )
 def test_bad_options(project: Project, arguments: list[str], sentence: str) -> None:
