@@ -144,6 +144,8 @@ class Simulation:
         self._phases: list[Phase] = []
         self._blocks: list[Block | None] = []
         self._live: dict[int, _StorageRef] = {}
+        self._busy = 0
+        self._late: list[int] = []  #: died while the allocator was at work
         self._raw: dict[int, int] = {}
         self._workspaces: dict[tuple[str, str, int], int] = {}
         self._oom: OutOfMemory | None = None
@@ -433,8 +435,13 @@ class Simulation:
 
     def adjust(self, name: str, *arguments: Any, **options: Any) -> None:
         """The program changes how the allocator goes on: ``empty_cache``, a memory fraction ..."""
-        getattr(self.allocator, name)(*arguments, **options)
+        self._busy += 1
+        try:
+            getattr(self.allocator, name)(*arguments, **options)
+        finally:
+            self._busy -= 1
         self.uncertainty.adjusted(len(self._events), name, *arguments, **options)
+        self._free_late()
 
     def raw_alloc(self, size: int) -> int:
         """``torch.cuda.caching_allocator_alloc``: a block without a tensor; its address."""
@@ -536,11 +543,14 @@ class Simulation:
             self._free(ref.index)
 
     def _allocate(self, size: int, func: Any, bill: str = "", name: str = "") -> int:
+        stream = self._current_stream()
+        self._busy += 1
         try:
-            stream = self._current_stream()
             block = self.allocator.malloc(size, stream)
         except DeviceOutOfMemory as error:
             raise self._out_of_memory(error, func) from None
+        finally:
+            self._busy -= 1
         index = len(self._allocations)
         self._allocations.append(
             Allocation(
@@ -557,14 +567,30 @@ class Simulation:
         self._frames.append(user_frame())
         self._blocks.append(block)
         self._events.append(("alloc", index, 0, 0))
+        self._free_late()
         return index
 
     def _free(self, index: int) -> None:
         block = self._blocks[index]
-        if block is not None:
-            self._blocks[index] = None
-            self._events.append(("free", index, 0, 0))
+        if block is None:
+            return
+        if self._busy:
+            self._late.append(index)
+            return
+        self._blocks[index] = None
+        self._events.append(("free", index, 0, 0))
+        self._busy += 1
+        try:
             self.allocator.free(block)
+        finally:
+            self._busy -= 1
+        self._free_late()
+
+    def _free_late(self) -> None:
+        """Python may collect garbage while our allocator works, which a card's, being C++, never
+        sees: what died then is given back afterwards."""
+        while self._late and not self._busy:
+            self._free(self._late.pop(0))
 
     def in_place(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], new: SimTensor

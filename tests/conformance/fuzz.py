@@ -154,18 +154,32 @@ def spec_of(seed: int) -> Spec:
     spec = Spec((), entry, shape, r.randrange(1 << 30), options)
     for _ in range(r.choice((1, 2, 2, 3, 3, 4))):
         wrapper = r.choices(WRAPPERS, _WRAPPER_WEIGHTS)[0]
+        if wrapper == "reentrant" and options["penalty"]:
+            wrapper = "checkpoint"  # the other form knows nothing of torch.autograd.grad
         spec = replace(spec, segments=(*spec.segments, Segment(wrapper, ())))
         for _ in range(r.randint(1, 5)):
             spec = _extended(spec, r)
     return spec
 
 
+def _excluded(spec: Spec) -> set[str]:
+    """Parts that PyTorch refuses: attention kernels have no second derivative, and torch.func no
+    hooks for saved tensors."""
+    refused: set[str] = set()
+    if spec.options["penalty"]:
+        refused |= {"scaled_dot_product", "multihead_attention", "transformer_layer"}
+    if spec.segments[-1].wrapper not in ("plain", "no_grad", "full", "stream"):
+        refused.add("transformed")
+    return refused
+
+
 def _extended(spec: Spec, r: Random) -> Spec:
     """One more part, of a kind that applies to the shape that is reached."""
-    names = list(PARTS)
     shape = _Renderer(spec).shape
+    names = [name for name in PARTS if name not in _excluded(spec)]
+    weights = [PARTS[name][1] for name in names]
     for _ in range(20):
-        name = r.choices(names, [weight for _, weight in PARTS.values()])[0]
+        name = r.choices(names, weights)[0]
         slot = (name, r.randrange(1 << 30))
         if applied(slot, shape) is not None:
             last = spec.segments[-1]

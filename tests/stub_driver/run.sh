@@ -9,5 +9,6 @@ export LD_LIBRARY_PATH=$cache/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 root=$(cd "$here/../.." && pwd)
 export PYTHONPATH=$root:$cache/site${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONDONTWRITEBYTECODE=1
+shopt -s nullglob
 preload=("$cache"/lib/libcudastub.so "$cache"/lib/libnvrtc.so.*)
 exec env LD_PRELOAD="${preload[*]}" "$(cat "$cache/interpreter")" "$@"
