@@ -94,14 +94,6 @@ def _pairs(model: Any, config: Any, device: str) -> torch.Tensor:
     return model(input_ids=tokens, pixel_values=images, return_loss=True).loss  # type: ignore[no-any-return]
 
 
-def _image_and_text(model: Any, config: Any, device: str) -> torch.Tensor:
-    tokens = torch.randint(5, 3900, (2, 24))
-    tokens[:, 2:6] = config.image_token_index
-    tokens = tokens.to(device)
-    images = torch.randn(2, 3, 32, 32, device=device)
-    return model(input_ids=tokens, pixel_values=images, labels=tokens).loss  # type: ignore[no-any-return]
-
-
 def _model(
     name: str, kind: str, dtype: torch.dtype | None, optimizer: Optimizer, loss: Loss = _tokens,
     config: str = "", **sizes: Any,
@@ -112,8 +104,7 @@ def _model(
     def make(device: str) -> Step:
         import transformers
 
-        made = {key: size() if callable(size) else size for key, size in sizes.items()}
-        chosen = getattr(transformers, config or kind.split("For")[0] + "Config")(**made)
+        chosen = getattr(transformers, config or kind.split("For")[0] + "Config")(**sizes)
         model = getattr(transformers, kind)(chosen).to(device).train()
         steps = optimizer(model.parameters())
 
@@ -126,21 +117,6 @@ def _model(
 
     make.__name__ = name
     program(make, needs="transformers")
-
-
-def _clip_vision() -> Any:
-    import transformers
-
-    return transformers.CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        image_size=32, patch_size=16,
-    )  # fmt: skip
-
-
-def _llama_text() -> Any:
-    import transformers
-
-    return transformers.LlamaConfig(**dict(_DECODER, vocab_size=4000))
 
 
 _model("hf_bart", "BartForConditionalGeneration", _HALF, _adamw, vocab_size=8000,
@@ -166,9 +142,6 @@ _model("hf_gemma2", "Gemma2ForCausalLM", _BRAIN, _adamw, head_dim=32, sliding_wi
 _model("hf_phi3", "Phi3ForCausalLM", _HALF, _fused, pad_token_id=0, **_GROUPED)
 _model("hf_falcon", "FalconForCausalLM", _BRAIN, _momentum, hidden_size=128, num_hidden_layers=2,
        num_attention_heads=4, vocab_size=8000)  # fmt: skip
-_model("hf_rwkv", "RwkvForCausalLM", None, _momentum,
-       lambda model, config, device: _tokens(model, config, device), hidden_size=64,
-       attention_hidden_size=64, num_hidden_layers=1, vocab_size=2000)  # fmt: skip
 _model("hf_mamba2", "Mamba2ForCausalLM", None, _adamw, hidden_size=64, num_heads=8, head_dim=16,
        n_groups=2, num_hidden_layers=2, state_size=16, vocab_size=2000, chunk_size=16)  # fmt: skip
 _model("hf_xlnet", "XLNetLMHeadModel", None, _adamw, config="XLNetConfig", d_model=128, n_layer=2,
@@ -196,8 +169,6 @@ _model("hf_hubert", "HubertForSequenceClassification", _HALF, _adamw, _sound,
 _model("hf_clip", "CLIPModel", _HALF, _adamw, _pairs, config="CLIPConfig", projection_dim=64,
        text_config=dict(_DECODER, vocab_size=4000),
        vision_config=dict(_VISION, num_attention_heads=4, patch_size=16))  # fmt: skip
-_model("hf_llava", "LlavaForConditionalGeneration", _BRAIN, _adamw, _image_and_text,
-       vision_config=_clip_vision, text_config=_llama_text, image_token_index=3999)  # fmt: skip
 
 
 @program(needs="transformers")
