@@ -1,4 +1,9 @@
-"""Where the paths begin that people read: the rootdir, wherever a test has changed to."""
+"""Source files: what people read as their names, and which of them are installed.
+
+Names are relative to the rootdir, wherever a test has changed to. It knows paths alone, without
+PyTorch; :mod:`pytest_vram.frames` reads running frames with it, :mod:`pytest_vram.tracebacks` the
+frames of an error.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,8 @@ def shown(path: str) -> str:
 
 @lru_cache(maxsize=10_000)
 def _shown(path: str, directory: str) -> str:
-    if _SITE in path:
-        return path.rsplit(_SITE, 1)[1]
+    if inside := installed(path):
+        return inside
     try:
         relative = os.path.relpath(path, directory)
     except ValueError:  # another drive on Windows
@@ -43,9 +48,17 @@ def _shown(path: str, directory: str) -> str:
     return path if relative.startswith("..") else relative
 
 
+def installed(path: str) -> str:
+    """An installed source file, relative to where packages are installed; empty for others."""
+    for site in _SITES:
+        if site in path:
+            return path.rsplit(site, 1)[1]
+    return ""
+
+
 def is_library(path: str) -> bool:
     """Whether a source file is not the user's: installed, or part of Python or of this package."""
-    return _SITE in path or path.startswith((_PACKAGE, _PYTHON))
+    return bool(installed(path)) or path.startswith((_PACKAGE, _PYTHON))
 
 
 def is_package(path: str) -> bool:
@@ -53,6 +66,6 @@ def is_package(path: str) -> bool:
     return path.startswith(_PACKAGE)
 
 
-_SITE = os.sep + "site-packages" + os.sep
+_SITES = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep

@@ -22,7 +22,7 @@ import torch
 from pytest_vram.cuda.history import DeviceHistory, Mark
 from pytest_vram.cuda.holes import Plugs
 from pytest_vram.cuda.stacks import Stacks
-from pytest_vram.sim.frames import describe, user_frame
+from pytest_vram.frames import describe, nearest_frame
 from pytest_vram.trace import Trace
 
 
@@ -72,7 +72,7 @@ class Recording:
     # ---- Recorder
 
     def phase(self, name: str, step: int) -> None:
-        frame = user_frame()
+        frame = nearest_frame()
         mark: Mark = ("phase", name, step, describe(*frame) if frame else "")
         self._phases.append(mark)
         for history in self._devices.values():

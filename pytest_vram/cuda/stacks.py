@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pytest_vram.sim.frames import describe_line, is_user_file
+from pytest_vram.frames import describe_line, owner
 
 Frame = Mapping[str, Any]
 
@@ -91,7 +91,7 @@ class Stacks:
 
 def _kind(name: str, filename: str, line: int) -> tuple[str, str]:
     if filename.endswith(".py") or filename.startswith("<"):
-        if is_user_file(filename):
+        if owner(filename) != "machinery":
             return "user", describe_line(filename, line, name)
         return "python", ""
     match = _OPERATOR.match(name)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from pytest_vram.frames import user_line
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.distributed import one_rank
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import load_elsewhere
-from pytest_vram.sim.frames import user_line
 from pytest_vram.sim.patching import Patches, patches
 from pytest_vram.sim.threads import FollowedThreads
 from pytest_vram.sim.torch_cuda import Event, Stream, scatter_to_one

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_vram.numerics.frames import user_line
+from pytest_vram.frames import user_line
 from pytest_vram.numerics.names import NameBook, dtype_name
 from pytest_vram.numerics.probes import Probes
 

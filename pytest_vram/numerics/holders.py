@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pytest_vram.numerics.frames import local_variables, shown, user_frames
+from pytest_vram.frames import describe, local_variables, user_frames
 
 #: Objects, nodes and elements that one look visits at most.
 _MOST_OBJECTS, _MOST_NODES, _MOST_ELEMENTS = 20_000, 5_000, 1_000
@@ -108,7 +108,7 @@ def _roots() -> Iterator[_Root]:
             tensors = [t for t in direct_tensors(value) if t.grad_fn is not None]
             if tensors:
                 kind = "variable" if is_a(value, Tensor) else type(value).__name__
-                line = shown(code.co_filename, frame.f_lineno, code.co_name)
+                line = describe(code, frame.f_lineno)
                 nodes = [tensor.grad_fn for tensor in tensors]
                 newest = max(map(_number, nodes))
                 who = f"{kind} '{name}' in {code.co_name}"

@@ -51,7 +51,7 @@ class Life:
 
     @property
     def frame(self) -> str:
-        return self.allocation.frame or "unknown line"
+        return self.allocation.frame or "an unknown line"
 
     @property
     def recomputed(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_vram.numerics.frames import user_line
+from pytest_vram.frames import user_line
 from pytest_vram.numerics.holders import (
     Container,
     Graph,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_vram.numerics.frames import local_variables, user_frames
+from pytest_vram.frames import local_variables, user_frames
 
 
 class NameBook:

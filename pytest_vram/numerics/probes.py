@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 
-from pytest_vram.numerics.frames import user_line
+from pytest_vram.frames import user_line
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_vram.frames import describe
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
-from pytest_vram.sim.frames import describe
 from pytest_vram.sim.kernels import Span
 from pytest_vram.trace import Allocation, Bound, Bounds, Interval
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from pytest_vram.places import shown_from
 from pytest_vram.sim import errors, inplace, layouts, values
-from pytest_vram.sim.frames import storing_item
+from pytest_vram.sim.callers import storing_item
 from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.kernels import RULES, Card, Span, attention, convolution
 from pytest_vram.sim.recipes import (

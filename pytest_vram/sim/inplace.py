@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pytest_vram.sim.frames import called_by_engine
+from pytest_vram.sim.callers import called_by_engine
 from pytest_vram.sim.tensors import SimTensor, is_dense
 
 aten = torch.ops.aten

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from pytest_vram.frames import describe, nearest_frame
 from pytest_vram.places import here
 from pytest_vram.sim import (
     composites,
@@ -33,7 +34,6 @@ from pytest_vram.sim.device import SimMode, parts_of
 from pytest_vram.sim.distributed import one_rank
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import save_and_load
-from pytest_vram.sim.frames import describe, user_frame
 from pytest_vram.sim.kernels import RULES, Card, Give, Out, Program, Span, Take, program
 from pytest_vram.sim.kernels.attention import Choice
 from pytest_vram.sim.kernels.fallback import declarations, fallback
@@ -420,7 +420,7 @@ class Simulation:
                 span,
                 self._name(func) if func is not None else "",
                 self._module(),
-                user_frame(),
+                nearest_frame(),
                 self._current_stream(),
             )
         )
@@ -564,7 +564,7 @@ class Simulation:
                 module=self._module(),
             )
         )
-        self._frames.append(user_frame())
+        self._frames.append(nearest_frame())
         self._blocks.append(block)
         self._events.append(("alloc", index, 0, 0))
         self._free_late()
@@ -624,7 +624,7 @@ class Simulation:
             self._events.append((events[kind], -1, size, address))
 
     def _out_of_memory(self, error: DeviceOutOfMemory, func: Any) -> torch.OutOfMemoryError:
-        frame = user_frame()
+        frame = nearest_frame()
         self._events.append(("oom", -1, error.requested, 0))
         message = error.message()
         self._oom = OutOfMemory(

@@ -305,7 +305,7 @@ def uploaded(mode: Any, value: torch.Tensor) -> SimTensor:
 
 
 def explain(func: Any) -> str:
-    from pytest_vram.sim.frames import user_line
+    from pytest_vram.frames import user_line
 
     name = func._schema.name.replace("aten::", "torch.")
     return (
@@ -317,7 +317,7 @@ def explain(func: Any) -> str:
 
 
 def unsupported_operator(func: Any) -> NoSimulatedKernel:
-    from pytest_vram.sim.frames import user_line
+    from pytest_vram.frames import user_line
 
     name = str(func)
     return NoSimulatedKernel(

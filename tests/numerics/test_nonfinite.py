@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from watched_loops import health
 
 from pytest_vram.numerics import Watch
-from pytest_vram.numerics.frames import shown
 from pytest_vram.numerics.nonfinite import FiniteCheck, describe_bad
 
 
@@ -255,12 +254,6 @@ def test_finite_check(dtype: torch.dtype) -> None:
     assert check.bad([good, bad, good]) == [bad]
     bad[3:] = torch.nan
     assert describe_bad(bad) == "2 NaN and 1 inf of 5 elements"
-
-
-def test_lines_are_shown_from_the_working_directory(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.chdir(tmp_path)
-    inside = str(tmp_path / "train" / "loss.py")
-    assert shown(inside, 41, "compute_loss") == "train/loss.py:41 compute_loss"
 
 
 def test_modules_called_under_vmap_are_left_alone() -> None:
