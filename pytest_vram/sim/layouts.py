@@ -88,8 +88,11 @@ def _masked(func: Any, source: Tensor, result: Tensor) -> Tensor:
 
 def _widened(func: Any) -> bool:
     """Elementwise with several operands: a decomposition makes dense copies of expanded operands
-    when it computes in a wider type, and then follows those."""
-    return torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+    when it computes in a wider type, and then follows those. Copies, whose caller may name the
+    layout (``reshape`` of an expanded tensor asks for a contiguous one), are not among them."""
+    if torch.Tag.pointwise not in func.tags or func._schema.is_mutable:
+        return False
+    return all(argument.name != "memory_format" for argument in func._schema.arguments)
 
 
 def _expanded(tensor: Tensor) -> bool:

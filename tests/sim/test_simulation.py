@@ -346,3 +346,11 @@ def test_generators_of_any_device_are_generators(gpu: Simulation) -> None:
     assert isinstance(torch.Generator("cuda"), torch.Generator)
     assert isinstance(torch.default_generator, torch.Generator)
     assert not isinstance(3, torch.Generator)
+
+
+def test_reshaping_an_expanded_tensor_copies_it_contiguously(gpu: Simulation) -> None:
+    """Grouped key/value heads are repeated so: a copy is asked for with a layout of its own."""
+    heads = torch.randn(2, 16, 4, 8, device="cuda").transpose(1, 2)
+    repeated = heads[:, :, None].expand(2, 4, 3, 16, 8).reshape(2, 12, 16, 8)
+    assert repeated.stride() == (12 * 16 * 8, 16 * 8, 8, 1)
+    assert repeated.untyped_storage().nbytes() == 3 * heads.untyped_storage().nbytes()
