@@ -4,7 +4,8 @@ Inside :class:`CpuStandIn` the device ``cuda`` means the CPU. Tensors that were 
 (``x.device``, ``x.is_cuda``), ``torch.cuda`` answers as a machine with one card whose memory
 figures are 0, and ``torch.autocast("cuda")`` casts on the CPU by CUDA's policy
 (:mod:`pytest_vram.sim.autocast`): layer_norm in fp32, ``binary_cross_entropy`` refused.
-Values are then those of the CPU's kernels in the dtypes of a GPU.
+Values are then those of the CPU's kernels in the dtypes of a GPU; products of 16-bit types that the
+host is slow at go through float32 (:mod:`pytest_vram.numerics.half_products`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from pytest_vram.frames import user_line
+from pytest_vram.numerics.half_products import ThroughFloat32, slow_types
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.distributed import one_rank
 from pytest_vram.sim.eager import run_eagerly
@@ -63,6 +65,7 @@ class CpuStandIn(TorchFunctionMode):
             one_rank(held)  # a CPU has no NCCL, and the other ranks are not there
             held.set(nn.Parameter, "__new__", _marking_parameter(nn.Parameter.__new__))
             _patch_autocast(held, self.policy, self._stack)
+            self._stack.enter_context(_fast_products())
             super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
             self._stack.close()
@@ -88,7 +91,8 @@ class CpuStandIn(TorchFunctionMode):
             return
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
-            yield
+            with _fast_products():
+                yield
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -111,6 +115,11 @@ class CpuStandIn(TorchFunctionMode):
         if onto_gpu or _any_marked(args) or (kwargs and _any_marked(kwargs.values())):
             _mark(result)
         return result
+
+
+def _fast_products() -> contextlib.AbstractContextManager[object]:
+    slow = slow_types()
+    return ThroughFloat32(slow) if slow else contextlib.nullcontext()
 
 
 # ---- marks
