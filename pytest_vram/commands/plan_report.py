@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_vram.commands.common import bill_name, own_profiles, say, table
-from pytest_vram.planning.plan import BILLS, Plan, Setup, offload_traffic
+from pytest_vram.planning.plan import BILLS, Plan, Setup, attention_kernel, offload_traffic
 from pytest_vram.planning.questions import (
     FOR_BILL,
     Cards,
@@ -174,7 +174,7 @@ def describe(setup: Setup) -> str:
     parts = [f"batch {setup.batch}", f"sequence {setup.tokens}"]
     if setup.accumulation > 1:
         parts.append(f"accumulation {setup.accumulation}")
-    parts += [setup.precision.name, setup.optimizer.name, f"{setup.attention} attention"]
+    parts += [setup.precision.name, setup.optimizer.name, f"{attention_kernel(setup)} attention"]
     if setup.recompute.kind != "none":
         parts.append(f"recompute {setup.recompute}")
     if setup.lora:

@@ -82,6 +82,10 @@ class Forward:
     def tokens(self) -> int:
         return self.batch * self.sequence
 
+    def at(self, tower: Tower) -> Forward:
+        """The same pass as ``tower`` sees it: some have a sequence length of their own."""
+        return replace(self, sequence=tower.tokens) if tower.tokens else self
+
     def inputs(self, *parts: str) -> int:
         """Bytes per element that the linear layers ``parts`` keep of the one tensor they read.
 
@@ -100,7 +104,8 @@ class Forward:
 
 def layer_saved(tower: Tower, f: Forward, *, moe: bool = False) -> tuple[Saved, ...]:
     """Every tensor that one layer of ``tower`` keeps, mixture layer or dense one."""
-    items = [*_norms(tower, f), *_attention(tower, f, "attention")]
+    attention = _latent if tower.latent else _attention
+    items = [*_norms(tower, f, moe), *attention(tower, f, "attention")]
     if tower.cross_attention:
         items += _attention(tower, f, "cross")
     if moe:
@@ -112,7 +117,7 @@ def layer_saved(tower: Tower, f: Forward, *, moe: bool = False) -> tuple[Saved, 
     return tuple(items)
 
 
-def _norms(tower: Tower, f: Forward) -> Iterator[Saved]:
+def _norms(tower: Tower, f: Forward, moe: bool) -> Iterator[Saved]:
     """Norms keep their input, and the linear layers behind them what they read.
 
     ``layer_norm`` saves x (r), mean and rstd (fp32 each). The spelled-out RMSNorm works in fp32:
@@ -123,7 +128,7 @@ def _norms(tower: Tower, f: Forward) -> Iterator[Saved]:
     for index in range(tower.norms):
         name = f"norm {index + 1}"
         if tower.norm == "layernorm":
-            yield Saved(f"{name} input", elements * p.residual)
+            yield Saved(f"{name} input", elements * _layer_norm(tower, p))
             yield Saved(f"{name} statistics", 2 * f.tokens * 4)
         else:
             yield Saved(f"{name} input in fp32", elements * 4)
@@ -133,18 +138,26 @@ def _norms(tower: Tower, f: Forward) -> Iterator[Saved]:
             if f.lora is None:
                 wide = 4 if tower.norm_fp32 else p.residual
                 yield Saved(f"{name} normalised", elements * wide)
-    qkv = ("qkv",) if tower.fused_qkv else ("q", "k", "v")
+    qkv = ("qkv",) if tower.fused_qkv else ("q", "kv_a") if tower.latent else ("q", "k", "v")
     ups = ("gate", "up") if tower.gated else ("up",)
     readers = qkv + ups if tower.norms == 1 else qkv
     yield Saved("attention input", elements * f.inputs(*readers))
     if tower.cross_attention:
         yield Saved("cross attention input", elements * f.inputs("q"))
         if p.cache:  # cast for each reader; without autocast all layers read one tensor
-            yield Saved("encoder output", elements * f.inputs("k", "v"))
-    if tower.norms > 1 and not tower.experts:
-        yield Saved("feed-forward input", elements * f.inputs(*ups))
-    elif tower.experts:
+            read = f.batch * (tower.source or f.sequence) * tower.hidden
+            yield Saved("encoder output", read * f.inputs("k", "v"))
+    if moe:
         yield Saved("router input", elements * f.precision.input)
+    elif tower.norms > 1:
+        yield Saved("feed-forward input", elements * f.inputs(*ups))
+
+
+def _layer_norm(tower: Tower, p: Precision) -> int:
+    """Bytes per element: ``layer_norm`` keeps its input; spelled out, the difference from the mean
+    is kept by ``pow`` and by ``div``, both in fp32, and the quotient by the product with the
+    weight."""
+    return 4 + 4 + p.residual if tower.spelled_norm else p.residual
 
 
 def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
@@ -154,9 +167,11 @@ def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
     from one fused matrix, v is a view that keeps all of it alive.
     """
     tokens, c = f.tokens, f.precision.compute
+    source = f.batch * tower.source if tower.source and name == "cross" else tokens
     if tower.qk_norm:
         rows = tower.query + tower.kv
-        yield Saved(f"{name} q, k norms", tokens * rows * (4 + c), cut=True)
+        wide = 4 if tower.norm_fp32 else c
+        yield Saved(f"{name} q, k norms", tokens * rows * (4 + wide), cut=True)
     if f.attention == "math":
         yield from _math(tower, f, name)
         return
@@ -164,14 +179,17 @@ def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
         yield Saved(f"{name} fused qkv", tokens * (tower.query + 2 * tower.kv) * c, cut=True)
         yield Saved(f"{name} rotated q, k", tokens * (tower.query + tower.kv) * c, cut=True)
     else:
-        yield Saved(f"{name} q, k, v", tokens * (tower.query + 2 * tower.kv) * c, cut=True)
+        size = (tokens * tower.query + 2 * source * tower.kv) * c
+        yield Saved(f"{name} q, k, v", size, cut=True)
     yield Saved(f"{name} output", tokens * tower.query * c, cut=True)
     if f.lora and f.lora.hits("o") and f.lora.size != c and not f.precision.cache:
         yield Saved(f"{name} adapter input", tokens * tower.query * f.lora.size, cut=True)
     if f.attention == "flash":
         yield Saved(f"{name} log-sum-exp", tokens * tower.heads * 4, cut=True)
     else:
-        yield from _explicit(tower, f, name)
+        yield from _explicit(tower, f, name, source)
+        if tower.relative:
+            yield from _disentangled(tower, f, name)
     if tower.position_bias and name == "attention" and f.attention == "flash":
         scores = f.sequence * f.sequence * tower.heads
         yield Saved(f"{name} position bias", scores * c, cut=True, quadratic=True)
@@ -192,11 +210,53 @@ def _math(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
         yield Saved(f"{name} residual dropout mask", f.tokens * tower.hidden)
 
 
-def _explicit(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
+def _latent(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
+    """Multi-head latent attention. Each latent goes through a norm of its own; queries and keys are
+    put together from their plain and their rotated parts, values are a view that keeps the whole
+    product of ``kv_b`` alive."""
+    at, tokens, c = tower.latent, f.tokens, f.precision.compute
+    assert at is not None
+    for part, rank in (("q", at.q_rank), ("kv_b", at.kv_rank)):
+        if rank:
+            kept = 4 + (0 if f.lora else c) + f.inputs(part)
+            yield Saved(f"{name} {part} latent", tokens * (rank * kept + 4))
+    yield Saved(f"{name} q, k", tokens * 2 * tower.query * c, cut=True)
+    yield Saved(f"{name} k, v", tokens * tower.heads * (at.nope + at.value) * c, cut=True)
+    yield Saved(f"{name} output", tokens * tower.values * c, cut=True)
+    if f.attention == "flash":
+        yield Saved(f"{name} log-sum-exp", tokens * tower.heads * 4, cut=True)
+    else:
+        yield from _explicit(tower, f, name, tokens)
+    if f.dropout:
+        yield Saved(f"{name} residual dropout mask", tokens * tower.hidden)
+
+
+def _disentangled(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
+    """What DeBERTa's scores against relative positions keep: a second k (the first is divided by
+    the scale), the positions' keys and queries repeated for every sample, the scores that
+    ``gather`` picks from (its derivative is told their shape by the tensor itself) and its int64
+    indices, the mask of the padding. The first version's products make contiguous copies of their
+    own of q and k."""
+    at, c = tower.relative, f.precision.compute
+    assert at is not None
+    kinds, rows = at.c2p + at.p2c, at.used(f.sequence)
+    again = kinds if tower.fused_qkv else 1
+    yield Saved(f"{name} q, k before scaling", again * f.tokens * tower.kv * c, cut=True)
+    picked = f.tokens * tower.heads * rows * c * kinds
+    yield Saved(f"{name} relative scores", picked, cut=True, quadratic=True)
+    repeated = f.batch * rows * tower.query * c * kinds
+    yield Saved(f"{name} positions", repeated, cut=True)
+    yield Saved(f"{name} indices", kinds * 8 * f.sequence**2, quadratic=True)
+    yield Saved(f"{name} padding", f.tokens * f.sequence, quadratic=True)
+    cast = f.inputs(*("k", "q")[:kinds])
+    yield Saved(f"{name} position embeddings", rows * tower.hidden * (cast + bool(f.dropout)))
+
+
+def _explicit(tower: Tower, f: Forward, name: str, source: int) -> Iterator[Saved]:
     """Softmax over S x S scores: its output (fp32 under autocast, and where the library asks for
     it), and what the product with v reads: a copy in c, or with dropout the dropped copy and the
     mask."""
-    scores, p = f.tokens * f.sequence * tower.heads, f.precision
+    scores, p = f.tokens * (source // f.batch) * tower.heads, f.precision
     c = p.compute
     softmax = 4 if p.cache or tower.softmax_fp32 else c
     yield Saved(f"{name} softmax", scores * softmax, cut=True, quadratic=True)
@@ -329,10 +389,11 @@ def tower_ends(shape: ModelShape, f: Forward, sharding: Sharding) -> int:
     read, and the one zero bias of their cross attention (T5)."""
     total = 0
     for tower in shape.towers[:-1]:
-        elements, p = f.tokens * tower.hidden, f.precision
+        tokens, p = f.at(tower).tokens, f.precision
+        elements = tokens * tower.hidden
         if shape.final_norm:
             stream = 4 + p.residual if tower.norm == "rmsnorm" else p.residual
-            total += elements * stream + 8 * f.tokens
+            total += elements * stream + 8 * tokens
         total += elements * p.residual
         if tower.position_bias:
             total += f.sequence * f.sequence * tower.heads * p.compute
@@ -340,13 +401,21 @@ def tower_ends(shape: ModelShape, f: Forward, sharding: Sharding) -> int:
 
 
 def embedding_bytes(shape: ModelShape, f: Forward, sharding: Sharding) -> int:
-    """Between the token ids and the first layer: dropout's mask, the embedding norm's input."""
-    total = 0
+    """Between the token ids and the first layer: dropout's mask, the embedding norm's input, what
+    a projection from narrow embeddings and convolutions over audio keep."""
+    p = f.precision
+    total = f.batch * shape.kept_per_sample * p.compute
+    if shape.frames_per_sample and p.cache:
+        total += f.batch * shape.frames_per_sample * p.compute  # the cast input
     for tower in shape.towers:
-        if shape.embedding_norm:
-            total += f.tokens * tower.hidden * f.precision.residual + 8 * f.tokens
+        tokens = f.at(tower).tokens
+        width = shape.embedding_norm_width or tower.hidden
+        if shape.embedding_norm or shape.normed_embeddings:
+            total += tokens * width * _layer_norm(tower, p) + 8 * tokens
+        if width != tower.hidden:
+            total += tokens * width * p.input
         if f.dropout:
-            total += f.tokens * tower.hidden
+            total += tokens * width
     return int(sharding.share(Saved("embedding", total)))
 
 
@@ -384,9 +453,12 @@ def head_bytes(shape: ModelShape, f: Forward, sharding: Sharding, *, held: bool 
         if tower.norm == "rmsnorm" and not f.lora:
             norm += tokens * tower.hidden * 4
     if shape.head_transform:
-        norm += tokens * tower.hidden * (3 * c + p.residual)
+        width = shape.embedding_width or tower.hidden
+        norm += tokens * (tower.hidden * c + width * (2 * c + p.residual))
     values = (tokens if shape.head == "lm" else f.batch) * shape.logits
     norm = int(sharding.share(Saved("final norm", norm)))
+    if shape.wide_logits and p.cache:
+        c = 4
     held_bytes = c if held else 0
     if shape.upcast or c == 4:
         saved, forward, backward = 4, 0 if c == 4 else 4, 8
@@ -394,6 +466,9 @@ def head_bytes(shape: ModelShape, f: Forward, sharding: Sharding, *, held: bool 
         saved, forward, backward = c + 4, 0, 4
     else:
         saved, forward, backward = c, 0, 2 * c
+
+    if shape.capped_logits:
+        saved += c
 
     def share(size: int) -> int:
         return int(sharding.share(Saved("logits", values * size, cut=True)))

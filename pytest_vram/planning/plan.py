@@ -333,7 +333,8 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
             "no fused attention kernel takes grouped key/value heads in float32: planned with "
             "PyTorch's math kernel and its S x S scores"
         )
-    if not setup.lora and sum(weight.total for weight in own) < parameters:
+    inner = ("matrix", "expert")
+    if not setup.lora and any(w.frozen and w.role in inner for w in setup.shape.weights()):
         notes.append("frozen layers: activations are planned as if every layer were trained")
     plan = Plan(
         setup=setup,
@@ -387,6 +388,8 @@ def _static(rank: _Rank) -> dict[str, int]:
 def _inputs(setup: Setup) -> int:
     """Token ids and labels (int64 each), or pixels (fp32) and one label a sample."""
     shape = setup.shape
+    if shape.frames_per_sample:  # audio, labels and the decoder's tokens
+        return setup.batch * (shape.frames_per_sample * 4 + 2 * 8 * setup.sequence)
     if shape.pixels_per_sample:
         return setup.batch * (shape.pixels_per_sample * 4 + 8)
     ids = setup.batch * setup.sequence * 8 // setup.parallel.context
@@ -400,7 +403,7 @@ def _communication(rank: _Rank) -> int:
     if parallel.data == 1:
         return 0
     if parallel.zero == 3:
-        layer = setup.shape.largest_layer // parallel.tensor
+        layer = setup.shape.largest_layer(parallel.expert) // parallel.tensor
         grad = 0 if setup.lora else setup.precision.gradient
         return layer * (2 * setup.precision.compute + grad)
     if parallel.zero == 0 and setup.buckets:
@@ -430,7 +433,7 @@ class _Flow:
         kept = rerun = working = 0
         for tower in setup.shape.towers:
             layers = -(-tower.layers * rank.layers // setup.shape.layers)
-            part = tower_bytes(tower, layers, forward, setup.recompute, cut)
+            part = tower_bytes(tower, layers, forward.at(tower), setup.recompute, cut)
             kept += part.kept
             rerun = max(rerun, part.rerun)
             working = max(working, _working(setup, tower))
@@ -490,12 +493,16 @@ def _working(setup: Setup, tower: Tower) -> int:
     """Gradients in flight while the last layer begins its backward: the stream's, and the one that
     the down matrix hands to the activation function. A gated block makes two of them, a spelled-out
     activation too; explicit attention the score matrices."""
-    tokens = setup.batch * setup.tokens // setup.parallel.context
+    sequence = tower.tokens or setup.tokens
+    tokens = setup.batch * sequence // setup.parallel.context
     c, r = setup.precision.compute, setup.precision.residual
     split = tower.gated or tower.activation == "gelu_new"
     inner = (2 if split else 1) * tokens * tower.ffn * c // setup.parallel.tensor
     if attention_kernel(setup) != "flash":
-        scores = tokens * setup.tokens * tower.heads * (8 + c) // setup.parallel.tensor
+        scores = tokens * sequence * tower.heads * (8 + c) // setup.parallel.tensor
+        if tower.relative:  # what gather's derivative scatters into
+            rows = tower.relative.used(sequence)
+            scores += tokens * rows * tower.heads * c // setup.parallel.tensor
         inner = max(inner, scores)
     working = inner + 2 * tokens * tower.hidden * r
     if tower.mlp_bias and setup.lora is None:

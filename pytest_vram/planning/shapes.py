@@ -59,6 +59,35 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values
+    come from one latent vector of ``kv_rank`` per token and ``rope`` rotated values that all heads
+    share; queries too where ``q_rank`` is set. A head's key is ``nope`` + ``rope`` wide, its
+    value ``value``."""
+
+    kv_rank: int
+    q_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relative:
+    """Disentangled attention (DeBERTa, arXiv 2006.03654): scores of content against ``rows``
+    relative positions (``c2p``) and of those against content (``p2c``), besides the usual.
+    ``clipped``: positions farther than the sequence is long are left out (the first version)."""
+
+    rows: int
+    c2p: bool
+    p2c: bool
+    clipped: bool = False
+
+    def used(self, sequence: int) -> int:
+        return min(self.rows, 2 * sequence) if self.clipped else self.rows
+
+
+@dataclass(frozen=True, slots=True)
 class Tower:
     """``layers`` equal transformer layers. Zero for ``kv_heads``, ``head_dim`` and ``moe_layers``
     means the usual: as many as heads, H / A, and every layer."""
@@ -91,9 +120,17 @@ class Tower:
     softmax_fp32: bool = True  #: the explicit softmax computes in fp32 whatever its input is
     inner_dropout: bool = False  #: dropout inside the feed-forward block too (T5)
     softcap: bool = False  #: a tanh over the attention scores (Gemma 2)
+    spelled_norm: bool = False  #: LayerNorm in single operators, in fp32 (DeBERTa)
     norm_keeps_stream: bool = False  #: T5's RMSNorm multiplies the stream itself, not its fp32 copy
     position_bias: bool = False  #: a learned bias over the scores, A S S of every layer (T5)
     recast_down: bool = False  #: casts to the down matrix's type before autocast casts back (T5)
+    latent: Latent | None = None
+    relative: Relative | None = None
+    shared: bool = False  #: one set of weights for all layers (ALBERT)
+    unbiased: tuple[str, ...] = ()  #: of q, k, v: those without a bias all the same
+    tokens: int = 0  #: a fixed sequence length (Whisper's encoder); 0: as asked
+    source: int = 0  #: the sequence length that cross attention reads; 0: the tower's own
+    scaled_query: bool = False  #: q is multiplied before its layout changes, in fresh memory
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn"):
@@ -126,17 +163,24 @@ class Tower:
         return self.kv_heads * self.head_dim
 
     @property
+    def values(self) -> int:
+        """Width of attention's output."""
+        return self.heads * (self.latent.value if self.latent else self.head_dim)
+
+    @property
     def dense_layers(self) -> int:
         return self.layers - self.moe_layers
 
     def weights(self, prefix: str = "layers") -> Iterator[Weight]:
         """Every parameter tensor of the tower."""
-        yield from self._attention(f"{prefix}.attention", self.layers)
+        layers = 1 if self.shared else self.layers
+        attention = self._latent if self.latent else self._attention
+        yield from attention(f"{prefix}.attention", layers)
         if self.cross_attention:
-            yield from self._attention(f"{prefix}.cross", self.layers)
-        yield from _norm(f"{prefix}.norm", self, self.norms * self.layers)
+            yield from self._attention(f"{prefix}.cross", layers)
+        yield from norm(f"{prefix}.norm", self, self.norms * layers)
         if self.dense_layers:
-            yield from self._mlp(f"{prefix}.mlp", self.ffn, self.dense_layers)
+            yield from self._mlp(f"{prefix}.mlp", self.ffn, min(layers, self.dense_layers))
         if self.experts:
             yield from self._experts(prefix)
 
@@ -147,13 +191,33 @@ class Tower:
             parts = {"qkv": wide}
         for part, out in parts.items():
             yield Weight(f"{name}.{part}", (out, self.hidden), "matrix", count, "columns")
-            if self.qkv_bias:
+            if self.qkv_bias and part not in self.unbiased:
                 yield Weight(f"{name}.{part}.bias", (out,), "bias", count, "columns")
         yield Weight(f"{name}.o", (self.hidden, self.query), "matrix", count, "rows")
         if self.out_bias:
             yield Weight(f"{name}.o.bias", (self.hidden,), "bias", count)
         if self.qk_norm:
             yield Weight(f"{name}.qk_norm", (self.head_dim,), "norm", 2 * count)
+
+    def _latent(self, name: str, count: int) -> Iterator[Weight]:
+        at = self.latent
+        assert at is not None
+        if at.q_rank:
+            yield Weight(f"{name}.q_a", (at.q_rank, self.hidden), "matrix", count)
+            yield Weight(f"{name}.q_a_norm", (at.q_rank,), "norm", count)
+        inner = at.q_rank or self.hidden
+        yield Weight(f"{name}.q", (self.query, inner), "matrix", count, "columns")
+        yield Weight(f"{name}.kv_a", (at.kv_rank + at.rope, self.hidden), "matrix", count)
+        yield Weight(f"{name}.kv_a_norm", (at.kv_rank,), "norm", count)
+        wide = self.heads * (at.nope + at.value)
+        yield Weight(f"{name}.kv_b", (wide, at.kv_rank), "matrix", count, "columns")
+        yield Weight(f"{name}.o", (self.hidden, self.values), "matrix", count, "rows")
+        if self.qkv_bias:
+            if at.q_rank:
+                yield Weight(f"{name}.q_a.bias", (at.q_rank,), "bias", count)
+            yield Weight(f"{name}.kv_a.bias", (at.kv_rank + at.rope,), "bias", count)
+        if self.out_bias:
+            yield Weight(f"{name}.o.bias", (self.hidden,), "bias", count)
 
     def _mlp(self, name: str, ffn: int, count: int) -> Iterator[Weight]:
         ups = ("gate", "up") if self.gated else ("up",)
@@ -188,10 +252,11 @@ class Tower:
         return replace(self, layers=layers, moe_layers=moe)
 
 
-def _norm(name: str, tower: Tower, count: int) -> Iterator[Weight]:
-    yield Weight(f"{name}.weight", (tower.hidden,), "norm", count)
+def norm(name: str, tower: Tower, count: int, width: int = 0) -> Iterator[Weight]:
+    """A norm's tensors; ``width`` where it is not the tower's hidden size."""
+    yield Weight(f"{name}.weight", (width or tower.hidden,), "norm", count)
     if tower.norm == "layernorm":
-        yield Weight(f"{name}.bias", (tower.hidden,), "norm", count)
+        yield Weight(f"{name}.bias", (width or tower.hidden,), "norm", count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +275,17 @@ class ModelShape:
     head_transform: bool = False  #: dense + activation + norm before the head (BERT)
     final_norm: bool = True
     embedding_width: int = 0  #: 0: hidden
+    projects_back: bool = False  #: from hidden to the embedding's width before the head (OPT)
     embedding_norm: bool = False
+    embedding_norm_width: int = 0  #: 0: hidden
+    normed_embeddings: bool = False  #: every tower has such a norm, counted in ``others`` (BART)
     others: tuple[Weight, ...] = ()
     tokens_per_sample: int = 0  #: fixed sequence (ViT); 0: as asked
     pixels_per_sample: int = 0
+    frames_per_sample: int = 0  #: fp32 values of audio beside the tokens (Whisper)
+    kept_per_sample: int = 0  #: values that convolutions before the first layer keep, in c each
+    capped_logits: bool = False  #: a tanh over the logits (Gemma 2)
+    wide_logits: bool = False  #: an fp32 buffer is added to the logits (BART)
     upcast: bool = True  #: the loss casts the logits to fp32 first, as transformers' causal loss
     #: What the library does when fused attention is asked for, if not that: "explicit" where it has
     #: nothing else, "math" where it calls the fused function with what no fused kernel takes.
@@ -259,24 +331,27 @@ class ModelShape:
         if self.positions:
             yield Weight("positions", (self.positions, self.hidden), "position")
         if width != self.hidden:
-            yield Weight("embedding.project", (self.hidden, width), "matrix", 2)
+            count = 2 if self.projects_back else 1
+            yield Weight("embedding.project", (self.hidden, width), "matrix", count)
         if self.embedding_norm:
-            yield from _norm("embedding.norm", self.tower, 1)
+            yield from norm("embedding.norm", self.tower, 1, self.embedding_norm_width)
         for index, tower in enumerate(self.towers):
             prefix = "layers" if len(self.towers) == 1 else f"tower{index}"
             yield from tower.weights(prefix)
             if self.final_norm:
-                yield from _norm(f"{prefix}.final_norm", tower, 1)
+                yield from norm(f"{prefix}.final_norm", tower, 1)
         yield from self._head()
         yield from self.others
 
     def _head(self) -> Iterator[Weight]:
         if self.head_transform:
-            yield Weight("head.transform", (self.hidden, self.hidden), "head")
-            yield Weight("head.transform.bias", (self.hidden,), "head")
-            yield from _norm("head.norm", self.tower, 1)
-        if self.head != "none" and not self.tied:
             width = self.embedding_width or self.hidden
+            yield Weight("head.transform", (width, self.hidden), "head")
+            yield Weight("head.transform.bias", (width,), "head")
+            yield from norm("head.norm", self.tower, 1, width)
+        if self.head != "none" and not self.tied:
+            narrow = self.head == "lm" or self.projects_back
+            width = (narrow and self.embedding_width) or self.hidden
             yield Weight("head", (self.logits, width), "head", 1, "columns")
         if self.head_bias:
             yield Weight("head.bias", (self.logits,), "head", 1, "columns")
@@ -290,13 +365,15 @@ class ModelShape:
         """N: how many parameters the model has."""
         return sum(weight.total for weight in self.weights())
 
-    @property
-    def largest_layer(self) -> int:
+    def largest_layer(self, expert: int = 1) -> int:
         """Parameters of the largest piece that sharded training gathers at once: one layer, or
-        the embedding."""
-        layers = [
-            sum(weight.total for weight in tower.weights()) // tower.layers for tower in self.towers
-        ]
+        the embedding. Of the experts each of ``expert`` ranks gathers its own."""
+        layers = []
+        for tower in self.towers:
+            routed = sum(w.total for w in tower.weights() if w.role == "expert")
+            rest = sum(w.total for w in tower.weights()) - routed
+            each = routed // expert // max(1, tower.moe_layers)
+            layers.append(each + rest // tower.layers)
         tables = [weight.total for weight in self.weights() if weight.role in ("embedding", "head")]
         return max([*layers, *tables])
 

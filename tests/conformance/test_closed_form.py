@@ -178,6 +178,42 @@ T5 = {
     "vocab_size": 8000,
     "decoder_start_token_id": 0,
 }
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BART = {
+    "d_model": 512,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "encoder_ffn_dim": 2048,
+    "decoder_ffn_dim": 2048,
+    "vocab_size": 8000,
+    "max_target_positions": 512,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+DEBERTA_V3 = {
+    **DEBERTA,
+    "position_buckets": 256,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 #: Configuration and dropout of each family.
 FAMILIES = {
     "bert": ({**SMALL, **DROPOUT}, 0.1),
@@ -198,6 +234,18 @@ FAMILIES = {
     "mixtral": ({**GROUPED, "num_local_experts": 4}, 0.0),
     "qwen3_moe": ({**GROUPED, "num_experts": 8, "moe_intermediate_size": 512}, 0.0),
     "vit": ({**SMALL, "vocab_size": 1, "image_size": 384}, 0.0),
+    "bart": (BART, 0.1),
+    "mbart": ({**BART, "dropout": 0.0}, 0.0),
+    "whisper": ({**BART, "num_mel_bins": 80, "max_source_positions": 1500, "dropout": 0.0}, 0.0),
+    "electra": ({**SMALL, **DROPOUT, "embedding_size": 128}, 0.1),
+    "albert": ({**SMALL, **NO_DROPOUT, "embedding_size": 128}, 0.0),
+    "xlm-roberta": ({**SMALL, **NO_DROPOUT}, 0.0),
+    "gemma2": ({**GROUPED, "head_dim": 128}, 0.0),
+    "gemma3_text": ({**GROUPED, "head_dim": 128}, 0.0),
+    "deberta": ({**SMALL, **DROPOUT, **DEBERTA}, 0.1),
+    "deberta-v2": ({**SMALL, **DROPOUT, **DEBERTA_V3}, 0.1),
+    "deepseek_v2": ({**SMALL, **DEEPSEEK, "q_lora_rank": None, "moe_intermediate_size": 256}, 0.0),
+    "deepseek_v3": ({**SMALL, **DEEPSEEK, "q_lora_rank": 256, "moe_intermediate_size": 256}, 0.0),
 }
 
 
@@ -205,12 +253,12 @@ def family_model(name: str, precision: str, device: Any) -> Any:
     family = name.split()[0]
     config = transformers.CONFIG_MAPPING[family](**FAMILIES[name][0])
     config.use_cache = False
-    kinds = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")
+    kinds = ("SpeechSeq2Seq", "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")
     autos = (getattr(transformers, f"AutoModelFor{kind}") for kind in kinds)
     auto = next(auto for auto in autos if type(config) in auto._model_mapping)
     dtype = torch.bfloat16 if precision == "bf16-plain" else torch.float32
     with device:
-        return auto.from_config(config, dtype=dtype).train()
+        return auto.from_config(config, dtype=dtype).to(dtype).train()
 
 
 def family_ledger(name: str, precision: str, batch: int, sequence: int) -> Ledger:
@@ -223,8 +271,11 @@ def family_ledger(name: str, precision: str, batch: int, sequence: int) -> Ledge
                 inputs = torch.randn(batch, 3, 384, 384, device=simulation.device)
                 labels = torch.zeros(batch, dtype=torch.long, device=simulation.device)
             else:
-                inputs = torch.randint(0, 1000, (batch, sequence), device=simulation.device)
-                labels = inputs
+                labels = torch.randint(0, 1000, (batch, sequence), device=simulation.device)
+                inputs = labels
+            if name == "whisper":
+                inputs = torch.randn(batch, 80, 3000, device=simulation.device)
+                inputs = inputs.to(model.dtype)
             with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
                 output = model(inputs, labels=labels)
             output.loss.backward()

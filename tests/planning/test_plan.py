@@ -265,3 +265,16 @@ def test_loop_and_foreach_temporaries():
     assert steps["foreach"].bills["temporary"] == near(4 * N)
     assert steps["fused"].bills["temporary"] == 0
     assert steps["loop"].bills["temporary"] == 2 * largest * 4
+
+
+def test_sharded_training_gathers_the_experts_of_its_own_rank():
+    """ZeRO-3: two layers in 16 bits and one layer's gradient. A layer of Mixtral has 8 experts of
+    3 x 4096 x 14336 parameters; each of 8 expert ranks gathers one."""
+    shape = named("mixtral-8x7b")
+    experts = 8 * 3 * 4096 * 14336
+    assert shape.largest_layer() - shape.largest_layer(8) == experts - experts // 8
+    sharded = [
+        make_plan(Setup(shape, precision=PRECISIONS["bf16-pure"], parallel=parallel)).bills["other"]
+        for parallel in (Parallel(data=8, zero=3), Parallel(data=8, zero=3, expert=8))
+    ]
+    assert sharded[0] - sharded[1] == (2 * 2 + 2) * (experts - experts // 8)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from pytest_vram.planning.configs import FAMILIES, MODELS, from_config, named, read_config
+from pytest_vram.planning.configs import FAMILIES, from_config, named, read_config
+from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.shapes import PlanError, Tower, decoder
 
 
@@ -29,10 +30,76 @@ from pytest_vram.planning.shapes import PlanError, Tower, decoder
         ("mixtral-8x7b", 46_702_792_704),
         ("qwen2.5-7b", 7_615_616_512),
         ("vit-base", 86_567_656),
+        ("bart-base", 139_420_416),
+        ("bart-large", 406_291_456),
+        ("mbart-large-50", 610_879_488),
+        ("whisper-tiny", 37_760_640),
+        ("whisper-base", 72_593_920),
+        ("whisper-small", 241_734_912),
+        ("whisper-medium", 763_857_920),
+        ("whisper-large-v2", 1_543_304_960),
+        ("whisper-large-v3", 1_543_490_560),
+        ("gemma-2b", 2_506_172_416),
+        ("gemma-7b", 8_537_680_896),
+        ("gemma-2-2b", 2_614_341_888),
+        ("gemma-2-9b", 9_241_705_984),
+        ("gemma-2-27b", 27_227_128_320),
+        ("gemma-3-1b", 999_885_952),
+        ("opt-125m", 125_239_296),
+        ("opt-350m", 331_196_416),
+        ("opt-6.7b", 6_658_473_984),
+        ("pythia-6.9b", 6_857_302_016),
+        ("gpt-neox-20b", 20_554_567_680),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v2", 235_741_434_880),
+        # 671,026,419,200 with the 58 x 256 correction biases, which are buffers
+        ("deepseek-v3", 671_026_404_352),
     ],
 )
 def test_published_parameter_counts(name, parameters):
     assert named(name).parameters == parameters
+
+
+SEQ2SEQ = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 128,
+}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+LATENT = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("bert-base", 109_482_240),
+        ("roberta-base", 124_645_632),
+        ("roberta-large", 355_359_744),
+        ("xlm-roberta-base", 278_043_648),
+        ("electra-base", 108_891_648),
+        ("albert-base-v2", 11_683_584),
+        ("deberta-v3-base", 183_831_552),
+        ("deberta-v3-large", 434_012_160),
+    ],
+)
+def test_published_counts_of_bare_encoders(name, parameters):
+    assert from_config({**MODELS[name], "architectures": ["Model"]}).parameters == parameters
 
 
 def _small(family):
@@ -49,6 +116,15 @@ def _small(family):
         "distilbert": {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96},
         "opt": {"ffn_dim": 96, "word_embed_proj_dim": 48},
         "qwen3_moe": {"num_experts": 8},
+        "bart": SEQ2SEQ,
+        "mbart": SEQ2SEQ,
+        "whisper": {**SEQ2SEQ, "max_source_positions": 20, "max_target_positions": 30},
+        "electra": {"embedding_size": 48},
+        "albert": {"embedding_size": 48},
+        "deberta": DISENTANGLED,
+        "deberta-v2": {**DISENTANGLED, "position_buckets": 16, "norm_rel_ebd": "layer_norm"},
+        "deepseek_v2": {**LATENT, "q_lora_rank": None},
+        "deepseek_v3": {**LATENT, "q_lora_rank": 40},
     }
     usual = {
         "hidden_size": 64,
@@ -58,7 +134,7 @@ def _small(family):
         "intermediate_size": 96,
     }
     own = sizes.get(family, {})
-    alone = family in ("gpt2", "gptj", "t5", "gpt_neo", "distilbert")
+    alone = family in ("gpt2", "gptj", "t5", "gpt_neo", "distilbert", "bart", "mbart", "whisper")
     return {**({} if alone else usual), **own, "vocab_size": 211, "pad_token_id": 0}
 
 
@@ -73,6 +149,7 @@ def test_counts_agree_with_transformers(family):
         "AutoModelForCausalLM",
         "AutoModelForMaskedLM",
         "AutoModelForSeq2SeqLM",
+        "AutoModelForSpeechSeq2Seq",
         "AutoModelForImageClassification",
         "AutoModelForSequenceClassification",
         "AutoModel",
@@ -84,6 +161,10 @@ def test_counts_agree_with_transformers(family):
         raw = {**config.to_dict(), "architectures": [type(model).__name__]}
         raw["num_labels"] = config.num_labels
         counted = sum(parameter.numel() for parameter in model.parameters())
+        if family in ("bart", "mbart", "whisper") and "CausalLM" in kind:
+            with pytest.raises(PlanError, match="the decoder alone is not planned"):
+                from_config(raw)
+            continue
         assert from_config(raw).parameters == counted, type(model).__name__
         checked += 1
     assert checked >= 2
@@ -182,3 +263,16 @@ def test_config_files(tmp_path):
 def test_unknown_models_suggest_the_nearest():
     with pytest.raises(PlanError, match=r"did you mean llama-3-8b"):
         named("llama3-8b")
+
+
+def test_of_a_model_that_sees_the_text_part_is_planned_and_said():
+    whole = {"model_type": "gemma3", "text_config": MODELS["gemma-3-1b"], "vision_config": {"a": 1}}
+    shape = from_config(whole)
+    assert shape.parameters == named("gemma-3-1b").parameters
+    assert shape.notes == ("planned without its vision tower",)
+
+
+def test_whisper_classification_is_refused():
+    config = {**MODELS["whisper-tiny"], "architectures": ["WhisperForAudioClassification"]}
+    with pytest.raises(PlanError, match="planned for speech recognition, not classification"):
+        from_config(config)

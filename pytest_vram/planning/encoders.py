@@ -1,0 +1,200 @@
+"""Encoders by their configuration: BERT and its relatives, ViT."""
+
+from __future__ import annotations
+
+from pytest_vram.planning.fields import Fields, assemble, changed, dense
+from pytest_vram.planning.shapes import ModelShape, PlanError, Relative, Tower, Weight
+
+
+def bert(f: Fields) -> ModelShape:
+    tower = Tower(
+        layers=f.need("num_hidden_layers"),
+        hidden=f.need("hidden_size"),
+        heads=f.heads,
+        ffn=f.need("intermediate_size"),
+        activation=f.activation,
+        causal=False,
+        softmax_fp32=False,
+    )
+    types = f.get("type_vocab_size", default=2)
+    others = [Weight("token_types", (types, tower.hidden), "embedding")] if types else []
+    head = f.head()
+    if head["head"] != "lm":  # the masked-language-model head has no pooler
+        others += dense("pooler", tower.hidden)
+    shape = assemble(f, tower, tied=True, positions=f.need("max_position_embeddings"))
+    masked = head["head"] == "lm"
+    return changed(
+        shape,
+        final_norm=False,
+        embedding_norm=True,
+        head_transform=masked,
+        upcast="LMHead" in str(f.get("architectures", default="")),  # used as a decoder
+        head_bias=masked or head["head"] == "classes",
+        others=tuple(others),
+    )
+
+
+def electra(f: Fields) -> ModelShape:
+    """The discriminator and the generator; their embeddings may be narrower than their layers."""
+    return _narrow(f, f.need("embedding_size"), pooler=False)
+
+
+def albert(f: Fields) -> ModelShape:
+    """One set of weights for all layers, narrow embeddings."""
+    return _narrow(f, f.need("embedding_size"), shared=True, pooler=True)
+
+
+def _narrow(f: Fields, width: int, *, pooler: bool, shared: bool = False) -> ModelShape:
+    tower = Tower(
+        layers=f.need("num_hidden_layers"),
+        hidden=f.need("hidden_size"),
+        heads=f.heads,
+        ffn=f.need("intermediate_size"),
+        activation=f.activation,
+        causal=False,
+        softmax_fp32=False,
+        shared=shared,
+    )
+    rows = f.need("max_position_embeddings")
+    types = f.get("type_vocab_size", default=2)
+    others = [Weight("positions", (rows, width), "position")]
+    others += [Weight("token_types", (types, width), "embedding")]
+    if width != tower.hidden or shared:
+        others.append(Weight("embedding.project.bias", (tower.hidden,), "bias"))
+    if shared and width == tower.hidden:
+        others.append(Weight("embedding.project", (tower.hidden, width), "matrix"))
+    head = f.head()
+    if pooler and head["head"] != "lm":
+        others += dense("pooler", tower.hidden)
+    elif head["head"] == "classes":
+        others += dense("classifier.dense", tower.hidden)
+    shape = assemble(f, tower, tied=True)
+    return changed(
+        shape,
+        embedding_width=width,
+        final_norm=False,
+        embedding_norm=True,
+        embedding_norm_width=width,
+        head_transform=head["head"] == "lm",
+        upcast=False,
+        head_bias=head["head"] != "none",
+        others=tuple(others),
+    )
+
+
+def deberta(f: Fields) -> ModelShape:
+    """DeBERTa, and its second and third versions, which transformers calls deberta-v2."""
+    first = str(f.get("model_type")) == "deberta"
+    hidden, kinds = f.need("hidden_size"), f.get("pos_att_type", default=())
+    kinds = kinds.split("|") if isinstance(kinds, str) else kinds
+    c2p, p2c = "c2p" in kinds, "p2c" in kinds
+    limit = f.get("max_relative_positions", default=-1)
+    limit = limit if limit > 0 else f.need("max_position_embeddings")
+    buckets = 0 if first else f.get("position_buckets", default=-1)
+    rows = 2 * (buckets if buckets > 0 else limit)
+    relative = f.flag("relative_attention", False)
+    layers = f.need("num_hidden_layers")
+    others = []
+    if relative:
+        others.append(Weight("relative_positions", (rows, hidden), "position"))
+        if "layer_norm" in str(f.get("norm_rel_ebd", default="none")) and not first:
+            others.append(Weight("relative_norm", (hidden,), "norm", 2))
+        if first or not f.flag("share_att_key", False):
+            parts, biases = c2p + p2c, p2c + (c2p and not first)
+            others.append(Weight("layers.positions", (hidden, hidden), "matrix", parts * layers))
+            others.append(Weight("layers.positions.bias", (hidden,), "bias", biases * layers))
+    if not first and (kernel := f.get("conv_kernel_size", default=0)):
+        groups = f.get("conv_groups", default=1)
+        others.append(Weight("conv", (hidden, hidden // groups, kernel), "other"))
+        others.append(Weight("conv.vectors", (hidden,), "other", 3))
+    if types := f.get("type_vocab_size", default=0):
+        others.append(Weight("token_types", (types, hidden), "embedding"))
+    tower = Tower(
+        layers=layers,
+        hidden=hidden,
+        heads=f.heads,
+        ffn=f.need("intermediate_size"),
+        activation=f.activation,
+        causal=False,
+        softmax_fp32=False,
+        fused_qkv=first,
+        qkv_bias=not first,
+        spelled_norm=first,
+        relative=Relative(rows, c2p, p2c, clipped=first) if relative else None,
+    )
+    if first:
+        others.append(Weight("layers.attention.bias", (hidden,), "bias", 2 * layers))
+    head = f.head()
+    if head["head"] == "classes":
+        others += dense("pooler", hidden)
+    positions = f.need("max_position_embeddings") if f.flag("position_biased_input", True) else 0
+    return changed(
+        assemble(f, tower, tied=True, positions=positions),
+        final_norm=False,
+        embedding_norm=True,
+        head_transform=head["head"] == "lm",
+        upcast=False,
+        head_bias=head["head"] != "none",
+        attention="explicit",
+        others=tuple(others),
+    )
+
+
+def distilbert(f: Fields) -> ModelShape:
+    tower = Tower(
+        layers=f.need("n_layers", "num_hidden_layers"),
+        hidden=f.need("dim", "hidden_size"),
+        heads=f.need("n_heads", "num_attention_heads"),
+        ffn=f.need("hidden_dim", "intermediate_size"),
+        causal=False,
+        softmax_fp32=False,
+    )
+    shape = assemble(f, tower, tied=True, positions=f.need("max_position_embeddings"))
+    others = dense("pre_classifier", tower.hidden) if shape.head == "classes" else []
+    return changed(
+        shape,
+        final_norm=False,
+        embedding_norm=True,
+        head_transform=shape.head == "lm",
+        upcast=False,
+        head_bias=shape.head != "none",
+        others=tuple(others),
+    )
+
+
+def vit(f: Fields) -> ModelShape:
+    hidden = f.need("hidden_size")
+    tower = Tower(
+        layers=f.need("num_hidden_layers"),
+        hidden=hidden,
+        heads=f.heads,
+        ffn=f.need("intermediate_size"),
+        activation=f.activation,
+        qkv_bias=f.flag("qkv_bias", True),
+        causal=False,
+    )
+    size, patch = f.need("image_size"), f.need("patch_size")
+    channels = f.get("num_channels", default=3)
+    if size % patch:
+        raise PlanError(f"{f.where}: patches of {patch} do not divide an image of {size}")
+    tokens = (size // patch) ** 2 + 1
+    head = f.head()
+    others = [
+        Weight("patches", (hidden, channels, patch, patch), "other"),
+        Weight("patches.bias", (hidden,), "other"),
+        Weight("class_token", (1, 1, hidden), "other"),
+        Weight("positions", (1, tokens, hidden), "position"),
+    ]
+    if head["head"] != "classes":
+        head = {"head": "none", "tied": False}
+        others += dense("pooler", hidden)
+    return ModelShape(
+        "vit",
+        (tower,),
+        others=tuple(others),
+        head_bias=head["head"] == "classes",
+        upcast=False,
+        tokens_per_sample=tokens,
+        pixels_per_sample=channels * size * size,
+        **head,
+    )

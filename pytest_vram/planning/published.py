@@ -1,0 +1,237 @@
+"""Published models by name, as the configuration files that their authors publish."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_Config = dict[str, Any]
+
+
+def _llama(
+    hidden: int, layers: int, heads: int, ffn: int, vocab: int, kv: int = 0, **more: Any
+) -> _Config:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv or heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        **more,
+    }
+
+
+def _gpt2(hidden: int, layers: int, heads: int) -> _Config:
+    return {
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+    }
+
+
+def _bert(hidden: int, layers: int, heads: int, **more: Any) -> _Config:
+    return {
+        "model_type": "bert",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        **more,
+    }
+
+
+def _seq2seq(kind: str, hidden: int, layers: int, heads: int, vocab: int, **more: Any) -> _Config:
+    return {
+        "model_type": kind,
+        "d_model": hidden,
+        "encoder_layers": layers,
+        "decoder_layers": layers,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": 4 * hidden,
+        "decoder_ffn_dim": 4 * hidden,
+        "vocab_size": vocab,
+        "activation_function": "gelu",
+        **more,
+    }
+
+
+def _whisper(hidden: int, layers: int, heads: int, vocab: int = 51865, mels: int = 80) -> _Config:
+    own = {"num_mel_bins": mels, "max_source_positions": 1500, "max_target_positions": 448}
+    return _seq2seq("whisper", hidden, layers, heads, vocab, **own)
+
+
+def _gemma(
+    kind: str, hidden: int, layers: int, heads: int, kv: int, ffn: int, head: int, vocab: int
+) -> _Config:
+    own = {"model_type": kind, "head_dim": head, "hidden_act": "gelu_pytorch_tanh"}
+    return _llama(hidden, layers, heads, ffn, vocab, kv, **own)
+
+
+def _deepseek(
+    kind: str, hidden: int, layers: int, heads: int, ffn: int, vocab: int, **more: Any
+) -> _Config:
+    own = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return _llama(hidden, layers, heads, ffn, vocab, model_type=kind, **own, **more)
+
+
+def _opt(hidden: int, layers: int, heads: int, **more: Any) -> _Config:
+    return {
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        **more,
+    }
+
+
+_DEBERTA_V3: _Config = {
+    "model_type": "deberta-v2",
+    "vocab_size": 128100,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 256,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
+_ROBERTA: _Config = {
+    "model_type": "roberta",
+    "vocab_size": 50265,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+}
+_NEOX: _Config = {"model_type": "gpt_neox", "vocab_size": 50432}
+
+MODELS: dict[str, _Config] = {
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "bert-base": _bert(768, 12, 12),
+    "bert-large": _bert(1024, 24, 16),
+    "llama-7b": _llama(4096, 32, 32, 11008, 32000),
+    "llama-13b": _llama(5120, 40, 40, 13824, 32000),
+    "llama-3-8b": _llama(4096, 32, 32, 14336, 128256, 8),
+    "llama-3-70b": _llama(8192, 80, 64, 28672, 128256, 8),
+    "llama-3.2-1b": _llama(2048, 16, 32, 8192, 128256, 8, head_dim=64, tie_word_embeddings=True),
+    "llama-3.2-3b": _llama(3072, 28, 24, 8192, 128256, 8, head_dim=128, tie_word_embeddings=True),
+    "tinyllama-1.1b": _llama(2048, 22, 32, 5632, 32000, 4),
+    "mistral-7b": _llama(4096, 32, 32, 14336, 32000, 8, model_type="mistral"),
+    "mixtral-8x7b": _llama(
+        4096,
+        32,
+        32,
+        14336,
+        32000,
+        8,
+        model_type="mixtral",
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen2.5-7b": _llama(3584, 28, 28, 18944, 152064, 4, model_type="qwen2"),
+    "vit-base": {
+        "model_type": "vit",
+        "architectures": ["ViTForImageClassification"],
+        "num_labels": 1000,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "image_size": 224,
+        "patch_size": 16,
+        "hidden_act": "gelu",
+    },
+    "bart-base": _seq2seq("bart", 768, 6, 12, 50265, max_position_embeddings=1024),
+    "bart-large": _seq2seq("bart", 1024, 12, 16, 50265, max_position_embeddings=1024),
+    "mbart-large-50": _seq2seq("mbart", 1024, 12, 16, 250054, max_position_embeddings=1024),
+    "whisper-tiny": _whisper(384, 4, 6),
+    "whisper-base": _whisper(512, 6, 8),
+    "whisper-small": _whisper(768, 12, 12),
+    "whisper-medium": _whisper(1024, 24, 16),
+    "whisper-large-v2": _whisper(1280, 32, 20),
+    "whisper-large-v3": _whisper(1280, 32, 20, 51866, 128),
+    "deberta-v3-base": _bert(768, 12, 12, **_DEBERTA_V3),
+    "deberta-v3-large": _bert(1024, 24, 16, **_DEBERTA_V3),
+    "roberta-base": _bert(768, 12, 12, **_ROBERTA),
+    "roberta-large": _bert(1024, 24, 16, **_ROBERTA),
+    "xlm-roberta-base": _bert(
+        768, 12, 12, **{**_ROBERTA, "model_type": "xlm-roberta", "vocab_size": 250002}
+    ),
+    "electra-base": _bert(768, 12, 12, model_type="electra", embedding_size=768),
+    "albert-base-v2": _bert(
+        768,
+        12,
+        12,
+        model_type="albert",
+        embedding_size=128,
+        vocab_size=30000,
+        hidden_act="gelu_new",
+    ),
+    "gemma-2b": _gemma("gemma", 2048, 18, 8, 1, 16384, 256, 256000),
+    "gemma-7b": _gemma("gemma", 3072, 28, 16, 16, 24576, 256, 256000),
+    "gemma-2-2b": _gemma("gemma2", 2304, 26, 8, 4, 9216, 256, 256000),
+    "gemma-2-9b": _gemma("gemma2", 3584, 42, 16, 8, 14336, 256, 256000),
+    "gemma-2-27b": _gemma("gemma2", 4608, 46, 32, 16, 36864, 128, 256000),
+    "gemma-3-1b": _gemma("gemma3_text", 1152, 26, 4, 1, 6912, 256, 262144),
+    "opt-125m": _opt(768, 12, 12),
+    "opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "pythia-6.9b": _bert(4096, 32, 32, **_NEOX, max_position_embeddings=2048),
+    "gpt-neox-20b": _bert(6144, 44, 64, **_NEOX, max_position_embeddings=2048),
+    "deepseek-v2-lite": _deepseek(
+        "deepseek_v2",
+        2048,
+        27,
+        16,
+        10944,
+        102400,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        moe_intermediate_size=1408,
+        first_k_dense_replace=1,
+    ),
+    "deepseek-v2": _deepseek(
+        "deepseek_v2",
+        5120,
+        60,
+        128,
+        12288,
+        102400,
+        q_lora_rank=1536,
+        n_routed_experts=160,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        moe_intermediate_size=1536,
+        first_k_dense_replace=1,
+    ),
+    "deepseek-v3": _deepseek(
+        "deepseek_v3",
+        7168,
+        61,
+        128,
+        18432,
+        129280,
+        q_lora_rank=1536,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+    ),
+}
