@@ -98,7 +98,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An allocation that failed. ``moment`` is the ledger then; ``free`` is what the device had
-    left, ``cached`` what PyTorch held without using it."""
+    left, ``cached`` what PyTorch held without using it, ``allowed`` the most that it may hold, if
+    ``set_per_process_memory_fraction`` limits that."""
 
     requested: int
     free: int
@@ -109,6 +110,7 @@ class Failure:
     module: str
     frame: str
     moment: Moment
+    allowed: int | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
@@ -189,6 +191,7 @@ class Ledger:
                 module=trace.oom.module,
                 frame=trace.oom.frame,
                 moment=moments[at],
+                allowed=trace.oom.allowed,
             )
         return cls(
             device=trace.device,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_vram.numerics.memory_watch import Observed
     from pytest_vram.observe import Observer
     from pytest_vram.planning.plan import Plan
+    from pytest_vram.sim.answers import Answers
     from pytest_vram.sim.profiles import Profile
 
 
@@ -63,6 +64,7 @@ class Outcome:
     observed: Observed | None = None
     attention: tuple[Any, ...] = ()
     plan: Plan | None = None
+    answers: Answers | None = None  #: of ``torch.cuda`` (simulation only)
 
     @functools.cached_property
     def timeline(self) -> Timeline | None:
@@ -156,10 +158,12 @@ def simulate(body: Body, profile: Profile) -> Outcome:
             current.label_tensor, current.snapshot = simulation.label, simulation.trace
             _run(body, current, outcome)
         simulation.threads.settle()
+        simulation.answers.moment()
         _end(body, outcome)
         trace = settle(observer.renumber(simulation.trace()))
         if body.keep_snapshot is not None:
             body.keep_snapshot("simulation", simulation.snapshot())
+    outcome.answers = simulation.answers
     outcome.observed, outcome.attention = memory.observed, tuple(simulation.attention)
     _read_watch(watch, body.budget, outcome)
     _keep(trace, outcome)
@@ -239,18 +243,19 @@ def measure(body: Body, index: int, estimate: Trace | None = None) -> Outcome:
     return outcome
 
 
-def check_numbers(body: Body) -> Outcome:
-    """The body for real on the CPU, which stands in for the GPU: numbers, no memory."""
+def check_numbers(body: Body, answers: Answers | None) -> Outcome:
+    """The body for real on the CPU, which stands in for the GPU: numbers, no memory. ``answers``:
+    what ``torch.cuda`` said in the simulated pass, to be said again."""
     from pytest_vram.numerics import CpuStandIn, Watch
 
     outcome = Outcome("numerics", "cpu")
-    with _fixed_conditions(outcome), CpuStandIn(), Watch() as watch:
+    with _fixed_conditions(outcome), CpuStandIn(answers), Watch() as watch:
         current = Pass("numerics", torch.device("cuda", 0), body.budget, has_values=True)
         current.watch = watch
         _run(body, current, outcome)
     replay = None
     if watch.needs_replay(body.budget):
-        with _fixed_conditions(outcome), CpuStandIn():
+        with _fixed_conditions(outcome), CpuStandIn(answers):
             replay = _diagnose(body, outcome, torch.device("cuda", 0))
     _read_watch(watch, body.budget, outcome, replay)
     return outcome

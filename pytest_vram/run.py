@@ -118,11 +118,19 @@ class ItemRun:
 
     def _owners(self) -> list[Any]:
         """What may keep tensors after the test: fixture values and the test's instance."""
+        return list(self._owned().values())
+
+    def _owned(self) -> dict[str, Any]:
+        """Names and values of fixtures and of attributes of the test's instance and class."""
         values = dict(getattr(self.item, "funcargs", None) or {})
         values.pop("vram", None)
         values.pop("request", None)
+        named = {f"fixture {name!r}": value for name, value in values.items()}
         instance = getattr(self.item, "instance", None)
-        return [*values.values(), getattr(instance, "__dict__", None)]
+        for cls in type(instance).__mro__[-2::-1]:
+            named |= {f"{cls.__name__}.{name}": value for name, value in vars(cls).items()}
+        attributes = getattr(instance, "__dict__", {})
+        return named | {f"self.{name}": value for name, value in attributes.items()}
 
     def _device_passes(self, original: Callable[[], None]) -> None:
         """All passes. Random states are afterwards what an ordinary run leaves; where none ran for
@@ -152,7 +160,7 @@ class ItemRun:
             self.vram.remember(outcome.ledger, outcome.device)
             if self._wants_numbers(outcome):
                 self.say("checking numbers on the CPU")
-                numbers = passes.check_numbers(body)
+                numbers = passes.check_numbers(body, outcome.answers)
                 if numbers.error is not None and _simulator_gave_up(numbers.error):
                     self._notes.append(f"numbers were not checked: {numbers.error}")
                 else:
@@ -164,12 +172,26 @@ class ItemRun:
         facts = card_facts(index)
         self._environment = self._explained(environment("cuda", facts.pop("gpu"), facts))
         estimate = None
-        if self.settings.estimate:
+        if self.settings.estimate and not self._on_the_card():
             self.say(f"estimating: simulating {self._environment.gpu}")
             estimate = self._keep(passes.simulate(body, profile_of(index))).trace
         self.say(f"measuring on cuda:{index}")
         measured = self._keep(passes.measure(body, index, estimate))
         self.vram.remember(measured.ledger, measured.device)
+
+    def _on_the_card(self) -> bool:
+        """Whether a fixture of the test holds tensors on the real card, where no simulation can
+        follow; the record says so then."""
+        from pytest_vram.passes import held_by
+
+        found = [name for name, value in self._owned().items() if held_by([value])]
+        if found:
+            self._notes.append(
+                f"there is no estimate: {' and '.join(found)} was made on the card before the "
+                "passes, and a simulation cannot hold it; give it function scope, or build on the "
+                "CPU there and move to vram.device in the test"
+            )
+        return bool(found)
 
     def _explained(self, where: Environment) -> Environment:
         """With the facts that other plugins add; the environment's own win."""

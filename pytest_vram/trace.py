@@ -79,7 +79,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """An allocation that failed, and what the allocator held at that moment."""
+    """An allocation that failed, and what the allocator held at that moment. ``allowed``: the most
+    that ``set_per_process_memory_fraction`` lets it reserve, if it was called."""
 
     requested: int
     allocated: int
@@ -90,6 +91,7 @@ class OutOfMemory:
     operator: str = ""
     module: str = ""
     frame: str = ""
+    allowed: int | None = None
 
 
 #: Ends of an interval in bytes; ``None``: no upper end is known.

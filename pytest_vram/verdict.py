@@ -164,11 +164,17 @@ def out_of_memory(ledger: Ledger, device: str) -> Finding:
     details = [f"asked for by {'  '.join(where)}"] if where else []
     details += [*moment_table(moment), *largest_table(moment.largest)]
     fragmented = failure.cached >= failure.requested
+    left = f"{format_bytes(failure.free)} free of {format_bytes(failure.capacity)} on {device}"
+    if failure.allowed is not None:
+        unused = max(0, failure.allowed - moment.allocated - failure.cached)
+        left = (
+            f"{format_bytes(unused)} left of the {format_bytes(failure.allowed)} that "
+            f"set_per_process_memory_fraction allows, {left}"
+        )
     return Finding(
         "out-of-memory",
         "fail",
-        f"VRAM out of memory: {format_bytes(failure.requested)} asked for, "
-        f"{format_bytes(failure.free)} free of {format_bytes(failure.capacity)} on {device}: "
+        f"VRAM out of memory: {format_bytes(failure.requested)} asked for, {left}: "
         f"{format_bytes(moment.allocated)} allocated, {format_bytes(failure.cached)} cached and "
         f"unused ({moment})",
         tuple(details),
@@ -183,6 +189,7 @@ def out_of_memory(ledger: Ledger, device: str) -> Finding:
             "free": failure.free,
             "cached": failure.cached,
             "capacity": failure.capacity,
+            "allowed": failure.allowed,
             "allocated": moment.allocated,
         },
     )

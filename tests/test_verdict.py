@@ -258,3 +258,9 @@ def test_out_of_memory() -> None:
         "  hint: most of it (100 %) is activations: a smaller micro-batch with gradient "
         "accumulation, or activation checkpointing"
     )
+    limited = out_of_memory(script.ledger(oom=replace(oom, allowed=50 * MIB)), "t4 (simulated)")
+    assert limited.sentence == (
+        "VRAM out of memory: 40.0 MiB asked for, 30.0 MiB left of the 50.0 MiB that "
+        "set_per_process_memory_fraction allows, 30.0 MiB free of 100.0 MiB on t4 (simulated): "
+        "5.0 MiB allocated, 15.0 MiB cached and unused (forward, step 2)"
+    )

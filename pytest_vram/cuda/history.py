@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from pytest_vram.cuda.casts import Casts
 from pytest_vram.cuda.stacks import Origin, Stacks
+from pytest_vram.quantities import parse_size
 from pytest_vram.replay import ReplayError, replay
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
 
@@ -319,6 +321,7 @@ class _Reader:
             return None
         position, entry, origin, module = self._failures[-1]
         allocated, reserved = self._totals(position)
+        limit = _ALLOWED.search(str(said))
         return OutOfMemory(
             requested=entry["size"],
             allocated=allocated,
@@ -329,6 +332,7 @@ class _Reader:
             operator=origin.operator,
             module=module,
             frame=origin.frame or self._frame,
+            allowed=parse_size(limit[1]) if limit else None,
         )
 
     def _totals(self, position: int) -> tuple[int, int]:
@@ -359,6 +363,11 @@ class _Ranges:
             kept += [part for part in ((begin, low), (high, end)) if part[0] < part[1]]
         self._ranges = kept
         return removed
+
+
+#: What PyTorch's error says under ``set_per_process_memory_fraction``
+#: (c10/cuda/CUDACachingAllocator.cpp, ``malloc``; v2.6 to v2.14).
+_ALLOWED = re.compile(r"([0-9.]+ (?:bytes|[KMGT]iB)) allowed;")
 
 
 def _out_of_memory_error(error: BaseException | None) -> BaseException | None:

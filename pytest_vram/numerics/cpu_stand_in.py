@@ -1,8 +1,8 @@
 """The CPU in the GPU's place: a test body written for CUDA runs for real where there is no GPU.
 
 Inside :class:`CpuStandIn` the device ``cuda`` means the CPU. Tensors that were sent there say so
-(``x.device``, ``x.is_cuda``), ``torch.cuda`` answers as a machine with one card whose memory
-figures are 0, and ``torch.autocast("cuda")`` casts on the CPU by CUDA's policy
+(``x.device``, ``x.is_cuda``), ``torch.cuda`` says what the simulated card said
+(:mod:`pytest_vram.sim.answers`), and ``torch.autocast("cuda")`` casts on the CPU by CUDA's policy
 (:mod:`pytest_vram.sim.autocast`): layer_norm in fp32, ``binary_cross_entropy`` refused.
 Values are then those of the CPU's kernels in the dtypes of a GPU; products of 16-bit types that the
 host is slow at go through float32 (:mod:`pytest_vram.numerics.half_products`).
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ from torch.utils._device import _device_constructors
 
 from pytest_vram.frames import user_line
 from pytest_vram.numerics.half_products import ThroughFloat32, slow_types
+from pytest_vram.sim import torch_cuda
+from pytest_vram.sim.allocator import CachingAllocator
+from pytest_vram.sim.answers import Answers, CardOfAnswers
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.distributed import one_rank
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import load_elsewhere
 from pytest_vram.sim.patching import Patches, patches
+from pytest_vram.sim.profiles import find_profile
 from pytest_vram.sim.threads import FollowedThreads
-from pytest_vram.sim.torch_cuda import Event, Stream, scatter_to_one
 from pytest_vram.sim.values import NoSimulatedKernel
 
 #: The mark on tensors that are "on the GPU". Not a subclass: type(x) is what the user expects.
@@ -38,10 +41,15 @@ _CPU = torch.device("cpu")
 
 
 class CpuStandIn(TorchFunctionMode):
-    """Context manager; everything is undone on exit, also after exceptions."""
+    """Context manager; everything is undone on exit, also after exceptions. ``answers``: those of
+    the simulated pass (default: those of an empty card)."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Answers | None = None) -> None:
         super().__init__()
+        if answers is None:
+            profile = find_profile("a100-80gb")
+            answers = Answers(profile, CachingAllocator(profile.memory, context=profile.context))
+        self._card = CardOfAnswers(answers)
         self._stack = contextlib.ExitStack()
         self.policy: CastPolicy | None = None
         self.over = False
@@ -55,7 +63,8 @@ class CpuStandIn(TorchFunctionMode):
         try:
             self.policy = CastPolicy("AutocastCPU", "cpu")
             self._stack.callback(self.policy.close)
-            _patch_cuda(held)
+            _patch_cuda(held, self._card)
+            self._stack.callback(self._card.follow_steps())
             run_eagerly(held, self._stack, lambda note, open_ended: None)
             load_elsewhere(held, lambda tensor: tensor.to("cuda"))
             # DataLoader pins batches in a thread of its own, which no mode reaches
@@ -291,18 +300,6 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
 # ---- torch.cuda
 
 
-class _Context:
-    """``torch.cuda.device(0)``, ``torch.cuda.stream(s)``: nothing to switch."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.idx = self.prev_idx = 0
-
-    def __enter__(self) -> _Context:
-        return self
-
-    def __exit__(self, *exc: Any) -> None: ...
-
-
 class _NoGraph:
     """``torch.cuda.CUDAGraph``: a CPU records nothing that it could replay."""
 
@@ -310,68 +307,12 @@ class _NoGraph:
         raise NoSimulatedKernel(f"torch.cuda.CUDAGraph at {user_line()}: a CPU replays no graphs")
 
 
-def _patch_cuda(held: Patches) -> None:
-    nothing = lambda *a, **k: None  # noqa: E731
-    zero = lambda *a, **k: 0  # noqa: E731
-    stream = Stream(stream_id=0)
-    held.replace(
-        torch.cuda,
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        device_count=lambda: 1,
-        current_device=zero,
-        get_device_name=lambda device=None: "CPU in a GPU's place",
-        get_device_capability=lambda device=None: (8, 0),
-        get_device_properties=lambda device=None: _properties(),
-        is_bf16_supported=lambda including_emulation=True: True,
-        current_stream=lambda device=None: stream,
-        default_stream=lambda device=None: stream,
-        set_stream=nothing,
-        Stream=Stream,
-        Event=Event,
-        StreamContext=_Context,
-        stream=_Context,
-        device=_Context,
-        device_of=_Context,
-        get_rng_state=lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-        get_rng_state_all=lambda: [torch.zeros(16, dtype=torch.uint8)],
-        initial_seed=zero,
-        memory_stats=lambda device=None: _zeros(),
-        memory_snapshot=lambda *a, **k: [],
-        mem_get_info=lambda device=None: (79 << 30, 80 << 30),
-        is_current_stream_capturing=lambda: False,
-        memory_summary=lambda *a, **k: "",
-        CUDAGraph=_NoGraph,
-        **dict.fromkeys(_NOTHING, nothing),
-        **dict.fromkeys(_FIGURES, zero),
-    )
+def _patch_cuda(held: Patches, card: CardOfAnswers) -> None:
+    torch_cuda.speak_for(held, card)
+    held.replace(torch.cuda, CUDAGraph=_NoGraph)
     held.replace(torch.cuda.graphs, CUDAGraph=_NoGraph)
-    held.set(torch.nn.DataParallel, "scatter", scatter_to_one)
-    held.replace(
-        torch.cuda.memory,
-        _record_memory_history=nothing,
-        _snapshot=lambda *a, **k: {"segments": [], "device_traces": [[]]},
-        _dump_snapshot=nothing,
-    )
     # Its arguments are parsed before any mode is asked.
-    held.set(Tensor, "record_stream", nothing)
-    held.replace(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
-    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
-    if accelerator is not None:
-        held.replace(
-            accelerator,
-            is_available=lambda: True,
-            device_count=lambda: 1,
-            current_accelerator=lambda check_available=False: torch.device("cuda"),
-            current_stream=lambda device=None: stream,
-            **dict.fromkeys(("current_device_index", "current_device_idx"), zero),
-            **dict.fromkeys(_FIGURES, zero),
-            **dict.fromkeys(
-                ("synchronize", "empty_cache", "set_stream", "set_device_index", "set_device_idx",
-                 "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
-                nothing,
-            ),
-        )  # fmt: skip
+    held.set(Tensor, "record_stream", lambda *args: None)
 
 
 def _patch_default_device(held: Patches, stand_in: CpuStandIn) -> None:
@@ -386,36 +327,6 @@ def _patch_default_device(held: Patches, stand_in: CpuStandIn) -> None:
 
     held.replace(
         torch, set_default_device=set_default_device, get_default_device=get_default_device
-    )
-
-
-_NOTHING = (
-    "init", "_lazy_init", "_lazy_call", "synchronize", "set_device", "empty_cache", "ipc_collect",
-    "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
-    "reset_max_memory_cached", "set_rng_state", "set_rng_state_all", "manual_seed",
-    "manual_seed_all", "seed", "seed_all", "set_per_process_memory_fraction",
-)  # fmt: skip
-_FIGURES = (
-    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-    "memory_cached", "max_memory_cached",
-)  # fmt: skip
-
-
-def _zeros() -> dict[str, int]:
-    figures = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
-    kinds = ("current", "peak", "allocated", "freed")
-    return {f"{figure}.all.{kind}": 0 for figure in figures for kind in kinds}
-
-
-def _properties() -> Any:
-    return SimpleNamespace(
-        name="CPU in a GPU's place",
-        major=8,
-        minor=0,
-        total_memory=80 << 30,
-        multi_processor_count=108,
-        max_threads_per_multi_processor=2048,
-        warp_size=32,
     )
 
 

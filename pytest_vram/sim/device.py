@@ -197,6 +197,9 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             tensors = [
                 leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             ]
+            for tensor in tensors:
+                if tensor.is_cuda and not isinstance(tensor, FakeTensor):
+                    raise values.real_tensor(func, tensor) from None
             simulated = any(isinstance(t, FakeTensor) for t in tensors)
             on_gpu = any(isinstance(t, SimTensor) and t.is_cuda for t in tensors)
         args, kwargs, moved = self._devices(func, args, kwargs, simulated)
@@ -364,6 +367,8 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 simulated = True
                 if tensor.__dict__["_fake_device"] is CUDA or tensor.is_cuda:
                     on_gpu = True
+            elif tensor.is_cuda and not isinstance(tensor, FakeTensor):
+                raise values.real_tensor(func, tensor)
         layout: tuple[Any, bool] | bool | None = None
         if func in CONVOLUTIONS:  # cuDNN or not decides the layout of results
             layout = (self.ledger.card, torch._C._get_cudnn_enabled())

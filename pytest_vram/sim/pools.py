@@ -77,10 +77,10 @@ class _Pool:
         simulation.adjust("create_pool", number, **options)
 
     def use_count(self) -> int:
-        return int(self._simulation.allocator.pool_users(self.id))
+        return int(self._simulation.pool_users(self.id))
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        segments = self._simulation.allocator.segments()
+        segments = self._simulation.segments()
         return [one for one in segments if one["segment_pool_id"] == self.id]
 
     def __del__(self) -> None:

@@ -28,6 +28,7 @@ from pytest_vram.sim import (
     values,
 )
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory, Listener
+from pytest_vram.sim.answers import Answers
 from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.bounds import Uncertainty, Unknown
 from pytest_vram.sim.device import SimMode, parts_of
@@ -132,6 +133,7 @@ class Simulation:
         # PyTorch reads these once per process; recipes outlive a simulation.
         self._card_key = hash((self.card, *map(os.environ.get, WORKSPACE_VARIABLES)))
         self.allocator = self._allocator(self._segment)
+        self.answers = Answers(profile, self.allocator)
         self.uncertainty = Uncertainty(self._allocator, profile.memory - profile.context)
         self.mode = SimMode(self)
         self._here = _OfThread()
@@ -195,6 +197,7 @@ class Simulation:
             stack.enter_context(modules.installed(self))
             stack.enter_context(self.mode)
             self._calibrate()
+            stack.callback(self.answers.follow_steps())
             self._here.count_nodes()
             sequence.installed(held, lambda: self._here.sequence)
             self._stack = stack.pop_all()
@@ -335,6 +338,29 @@ class Simulation:
             code, line = frame
             frames.append({"name": code.co_name, "filename": code.co_filename, "line": line})
         return frames
+
+    # -- what torch.cuda answers
+
+    def shown(self) -> dict[str, Any]:
+        """``torch.cuda.memory._snapshot()``."""
+        snapshot = self.snapshot()
+        self.answers.keep("snapshot", snapshot)
+        return snapshot
+
+    def figure(self, name: str) -> Any:
+        return self.answers.figure(name)
+
+    def segments(self) -> list[dict[str, Any]]:
+        segments = self.allocator.segments()
+        self.answers.keep("segments", segments)
+        return segments
+
+    def reset(self, what: str) -> None:
+        """``peak``: the peaks start anew from what is; ``accumulated``: totals start at 0."""
+        self.allocator.reset_peak() if what == "peak" else self.allocator.reset_accumulated()
+
+    def pool_users(self, number: tuple[int, int]) -> int:
+        return self.allocator.pool_users(number)
 
     def dump(self, filename: str | os.PathLike[str]) -> None:
         """``torch.cuda.memory._dump_snapshot``: a pickle for PyTorch's memory visualiser."""
@@ -637,6 +663,7 @@ class Simulation:
             operator=self._name(func),
             module=self._module(),
             frame=describe(*frame) if frame else "",
+            allowed=error.allowed,
         )
         return torch.OutOfMemoryError(message)
 

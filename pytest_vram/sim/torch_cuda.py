@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import pickle
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map_only
 
 from pytest_vram.sim import pools
+from pytest_vram.sim.kernels.versions import INSTALLED
 from pytest_vram.sim.patching import Patches, patches
 from pytest_vram.sim.tensors import CUDA, SimTensor
 
@@ -208,15 +210,23 @@ def _properties(profile: Any) -> Any:
 def installed(simulation: Any) -> Iterator[None]:
     """Replace what the simulation answers; everything comes back on leaving."""
     with patches() as held:
-        _device_queries(held, simulation)
+        speak_for(held, simulation)
         _cudnn(held, simulation)
-        _memory(held, simulation)
-        _streams(held, simulation)
-        _random(held)
         _mixed_precision(held, simulation)
-        _accelerator(held)
         _tensors(held, simulation)
         yield
+
+
+def speak_for(held: Patches, card: Any) -> None:
+    """Until ``held`` is undone, ``torch.cuda`` and ``torch.accelerator`` answer for ``card``: a
+    Simulation, or a :class:`~pytest_vram.sim.answers.CardOfAnswers`."""
+    _device_queries(held, card)
+    _memory(held, card)
+    _streams(held, card)
+    _random(held)
+    _accelerator(held)
+    held.set(torch.nn.DataParallel, "scatter", scatter_to_one)
+    held.replace(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
 
 
 def _device_queries(held: Patches, simulation: Any) -> None:
@@ -257,7 +267,7 @@ def _device_queries(held: Patches, simulation: Any) -> None:
         power_draw=lambda device=None: 0,
         clock_rate=lambda device=None: 0,
         device_memory_used=lambda device=None: profile.memory
-        - simulation.allocator.mem_get_info()[0],
+        - simulation.figure("mem_get_info")[0],
     )  # fmt: skip
     held.replace(
         torch._C,
@@ -266,7 +276,6 @@ def _device_queries(held: Patches, simulation: Any) -> None:
         _cuda_clearCublasWorkspaces=simulation.clear_workspaces,
     )
     pools.install(held, simulation)
-    held.set(torch.nn.DataParallel, "scatter", scatter_to_one)
     nvtx = torch.cuda.nvtx
     held.replace(
         nvtx,
@@ -302,14 +311,22 @@ def _cudnn(held: Patches, simulation: Any) -> None:
 
 
 def _memory(held: Patches, simulation: Any) -> None:
-    allocator = simulation.allocator
+    def figure(name: str) -> Any:
+        return lambda: simulation.figure(name)
+
+    def dump(filename: Any = "dump_snapshot.pickle", **_: Any) -> None:
+        with open(filename, "wb") as file:
+            pickle.dump(simulation.shown(), file)
+
+    def reset(what: str) -> Any:
+        return lambda: simulation.reset(what)
 
     def nested(device: Any = None) -> dict[str, Any]:
         _index(device)
         tree: dict[str, Any] = {}
-        if allocator.version >= (2, 13):
+        if INSTALLED >= (2, 13):
             tree["reserved_bytes_by_private_pools"] = {}
-        for key, value in allocator.memory_stats().items():
+        for key, value in simulation.figure("memory_stats").items():
             node: dict[Any, Any] = tree
             *path, last = key.split(".")
             for part in path:
@@ -319,7 +336,7 @@ def _memory(held: Patches, simulation: Any) -> None:
 
     def stats(device: Any = None) -> Any:
         _index(device)
-        return collections.OrderedDict(sorted(allocator.memory_stats().items()))
+        return collections.OrderedDict(sorted(simulation.figure("memory_stats").items()))
 
     def reading(read: Any) -> Any:
         return lambda device=None: _index(device) or read()
@@ -345,25 +362,25 @@ def _memory(held: Patches, simulation: Any) -> None:
     functions: dict[str, Any] = {
         "memory_stats": stats,
         "memory_stats_as_nested_dict": nested,
-        "memory_allocated": reading(lambda: allocator.allocated),
-        "max_memory_allocated": reading(lambda: allocator.peak_allocated),
-        "memory_reserved": reading(lambda: allocator.reserved),
-        "max_memory_reserved": reading(lambda: allocator.peak_reserved),
-        "memory_cached": old("memory_cached", lambda: allocator.reserved),
-        "max_memory_cached": old("max_memory_cached", lambda: allocator.peak_reserved),
-        "reset_peak_memory_stats": reading(allocator.reset_peak),
-        "reset_accumulated_memory_stats": reading(allocator.reset_accumulated),
-        "reset_max_memory_allocated": old("reset_max_memory_allocated", allocator.reset_peak),
-        "reset_max_memory_cached": old("reset_max_memory_cached", allocator.reset_peak),
+        "memory_allocated": reading(figure("allocated")),
+        "max_memory_allocated": reading(figure("peak_allocated")),
+        "memory_reserved": reading(figure("reserved")),
+        "max_memory_reserved": reading(figure("peak_reserved")),
+        "memory_cached": old("memory_cached", figure("reserved")),
+        "max_memory_cached": old("max_memory_cached", figure("peak_reserved")),
+        "reset_peak_memory_stats": reading(reset("peak")),
+        "reset_accumulated_memory_stats": reading(reset("accumulated")),
+        "reset_max_memory_allocated": old("reset_max_memory_allocated", reset("peak")),
+        "reset_max_memory_cached": old("reset_max_memory_cached", reset("peak")),
         "empty_cache": lambda: simulation.adjust("empty_cache"),
-        "mem_get_info": reading(allocator.mem_get_info),
-        "memory_snapshot": lambda *a, **k: allocator.segments(),
+        "mem_get_info": reading(figure("mem_get_info")),
+        "memory_snapshot": lambda *a, **k: simulation.segments(),
         "list_gpu_processes": lambda device=None: "no processes are running",
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": reading(lambda: fractions[0]),
         "_record_memory_history": lambda *a, **k: None,
-        "_snapshot": lambda device=None, **k: simulation.snapshot(),
-        "_dump_snapshot": lambda filename="dump_snapshot.pickle", **k: simulation.dump(filename),
+        "_snapshot": lambda device=None, **k: simulation.shown(),
+        "_dump_snapshot": dump,
         "_set_allocator_settings": lambda conf: simulation.adjust("configure", conf),
         "get_allocator_backend": lambda: "native",
     }
@@ -446,7 +463,6 @@ def _random(held: Patches) -> None:
 
 
 def _mixed_precision(held: Patches, simulation: Any) -> None:
-    held.replace(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
     leave = torch.autocast.__exit__
 
     def leaving(self: Any, *exc: Any) -> Any:

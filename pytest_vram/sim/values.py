@@ -43,6 +43,17 @@ class NoSimulatedKernel(NotImplementedError):  # noqa: N818
     """An operator without a shape rule: PyTorch calls it a fake (or meta) implementation."""
 
 
+def real_tensor(func: Any, tensor: torch.Tensor) -> NoSimulatedKernel:
+    """A tensor lies on the real card: it was made before the simulation began."""
+    from pytest_vram.frames import user_line
+
+    return NoSimulatedKernel(
+        f"{func} at {user_line()} was given a tensor that lies on the real card "
+        f"({tensor.dtype}, {list(tensor.shape)}), from before the pass; make it in the test or in "
+        "a fixture of function scope"
+    )
+
+
 # -- keeping values -------------------------------------------------------------------------
 
 

@@ -218,7 +218,9 @@ def test_an_out_of_memory_error_is_found_behind_others(chained: bool) -> None:
     notes: list[str] = []
     try:
         try:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            raise torch.cuda.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 MiB. Of this, 1.50 GiB allowed; of it"
+            )
         except RuntimeError as error:
             if not chained:
                 raise
@@ -228,5 +230,6 @@ def test_an_out_of_memory_error_is_found_behind_others(chained: bool) -> None:
     assert oom is not None
     assert (oom.requested, oom.allocated, oom.reserved, oom.free) == (4096, 512, 2048, 100)
     assert (oom.operator, oom.module, oom.frame) == ("aten::mm", "fc", "train/loop.py:41 step")
+    assert oom.allowed == 3 << 29
     assert reader.out_of_memory(None, 8192, notes) is None
     assert notes == ["ran out of memory 1 times, and the test went on"]

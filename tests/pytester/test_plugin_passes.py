@@ -167,14 +167,21 @@ def test_caught():
     with pytest.raises(torch.cuda.OutOfMemoryError):
         torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
     loop("cuda")
+
+@pytest.mark.vram_budget(gpu="t4")
+def test_share():
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
 """)
     result = project.run(cpu=False)
-    assert outcomes(result) == {"failed": 1, "passed": 1}
+    assert outcomes(result) == {"failed": 2, "passed": 1}
     result.stdout.fnmatch_lines(
         [
             "VRAM out of memory: 3.00 GiB asked for, * free of 14.74 GiB on t4 (simulated): "
             "12.00 GiB allocated, *",
             "  asked for by aten::empty  test_a.py:* test_x",
+            "VRAM out of memory: 4.00 GiB asked for, 3.69 GiB left of the 3.69 GiB that "
+            "set_per_process_memory_fraction allows, * free of 14.74 GiB on t4 (simulated): 0 *",
             "  test_x *t4 *out-of-memory",
             "  test_caught *t4 *ok",
         ]
@@ -671,3 +678,100 @@ def test_y():
     result = project.run("-v", cpu=True)
     result.stdout.fnmatch_lines("test_x: closed form * MiB, the test took * MiB (*%)*")
     result.stdout.no_fnmatch_line("test_y: closed form*")
+
+
+def test_assertions_on_torch_cuda_hold_in_every_pass(project: Project) -> None:
+    """As users write them: by hand, without a word about passes."""
+    project.write("""
+from torch.cuda import max_memory_allocated
+
+seen = []
+
+@pytest.mark.vram_budget("1 GiB", gpu="t4")
+def test_x(tmp_path):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = nn.Linear(512, 512).cuda()
+    assert torch.cuda.memory_allocated() - before == 513 * 512 * 4
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 2**20 < torch.cuda.max_memory_allocated() < 2**30
+    assert max_memory_allocated() == torch.cuda.max_memory_allocated("cuda:0")
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated() < peak
+    assert peak <= torch.cuda.max_memory_reserved() == torch.cuda.memory_reserved()
+    assert torch.cuda.memory_stats()["allocation.all.current"] > 0
+    if hasattr(torch.accelerator, "max_memory_allocated"):
+        assert torch.accelerator.max_memory_allocated() < peak
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < free < total == torch.cuda.get_device_properties(0).total_memory
+    assert "T4" in torch.cuda.get_device_name() and torch.cuda.get_device_capability() == (7, 5)
+    assert "Allocated memory" in torch.cuda.memory_summary()
+    torch.cuda.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    seen.append((peak, free, (tmp_path / "snapshot.pickle").stat().st_size > 1_000))
+
+def test_y():
+    simulated, on_the_cpu = seen
+    assert simulated == on_the_cpu and simulated[2]
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 2}
+
+
+def test_lines_that_only_a_pass_with_values_reaches_hear_the_card_after_the_same_step(
+    project: Project,
+) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    model, optimizer, loss = build("cuda")
+    peaks = []
+    for step in range(3):
+        value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if vram.has_values:
+            peaks.append(torch.cuda.max_memory_allocated())
+            assert torch.cuda.memory_allocated() > 0
+    assert value < 1e9
+    if vram.has_values:
+        assert 0 < peaks[0] <= peaks[1] == peaks[2]
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == peaks[2]
+
+{BUDGET}
+def test_ended_early(vram):
+    model, optimizer, loss = build("cuda")
+    for step in range(3):
+        value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.cuda.memory_allocated() > 0  # recorded once: the simulation ends below
+        assert value.item() != 1.0  # what a simulated read answers
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 2}
+
+
+def test_what_a_cpu_build_lacks_is_there_on_the_cpu_as_well(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x():
+    with torch.cuda.nvtx.range("step"):
+        torch.cuda.nvtx.mark("here")
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    assert torch.rand(4, device="cuda", generator=generator).is_cuda
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    if hasattr(torch.cuda, "use_mem_pool"):
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            torch.ones(4, device="cuda")
+    torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(1000))
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    torch.cuda.set_sync_debug_mode("warn")
+    assert torch.cuda.utilization() == 0
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 1}
