@@ -552,8 +552,9 @@ def _about_devices(error: BaseException) -> bool:
 
 
 def _looked_at_a_value(simulated: Outcome) -> bool:
-    """An assertion, or an error that the test's own code (or a library, not PyTorch) raised."""
-    if isinstance(simulated.error, (AssertionError, pytest.fail.Exception)):
+    """An assertion, an index (which may have been read from a tensor), or an error that the test's
+    own code (or a library, not PyTorch) raised."""
+    if isinstance(simulated.error, (AssertionError, IndexError, pytest.fail.Exception)):
         return True
     import torch
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pytest_vram.frames import user_frame
+from pytest_vram.frames import nearest_frame
 from pytest_vram.sim.allocator import CachingAllocator
 from pytest_vram.sim.profiles import Profile
 
@@ -33,7 +33,7 @@ _Place = tuple[str, CodeType | None, int]
 
 
 def _asked_at(name: str) -> _Place:
-    code, line = user_frame() or (None, 0)
+    code, line = nearest_frame() or (None, 0)
     return name, code, line
 
 

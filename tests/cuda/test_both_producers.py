@@ -13,6 +13,23 @@ pytestmark = pytest.mark.slow
 OnStub = Callable[..., Any]
 
 
+def pytest_on(on_stub: OnStub, project: Path) -> tuple[int, list[str]]:
+    """Exit code and lines of a pytest run on the stub driver."""
+    code, lines = on_stub(
+        f"""
+        import contextlib, importlib.metadata, io, pytest
+        arguments = [{str(project)!r}, "-p", "no:cacheprovider"]
+        if not importlib.metadata.entry_points(group="pytest11", name="vram"):
+            arguments += ["-p", "pytest_vram.plugin"]  # the package is on the path, not installed
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            code = pytest.main(arguments)
+        answer([int(code), out.getvalue().splitlines()])
+    """
+    )
+    return code, lines
+
+
 def test_the_same_ledger_from_both(on_stub: OnStub) -> None:
     pairs = on_stub("""
         bodies = [language_model, lambda: language_model(recompute=True), perceptron]
@@ -46,18 +63,7 @@ def test_does_not():
     language_model()
 """
     )
-    code, lines = on_stub(
-        f"""
-        import contextlib, importlib.metadata, io, pytest
-        arguments = [{str(tmp_path)!r}, "-p", "no:cacheprovider"]
-        if not importlib.metadata.entry_points(group="pytest11", name="vram"):
-            arguments += ["-p", "pytest_vram.plugin"]  # the package is on the path, not installed
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            code = pytest.main(arguments)
-        answer([int(code), out.getvalue().splitlines()])
-    """
-    )
+    code, lines = pytest_on(on_stub, tmp_path)
     text = "\n".join(lines)
     assert code == 1, text
     row = next(line for line in lines if "test_fits" in line)
@@ -65,3 +71,67 @@ def test_does_not():
     assert "measured on NVIDIA A100-SXM4-80GB, torch 2." in text
     assert "VRAM over budget: peak allocated 131.2 MiB, budget 20.0 MiB" in text
     assert "float32[1024, 4096]  aten::nll_loss_backward" in text
+
+
+def test_what_lies_on_the_card_before_the_passes_has_no_estimate_and_is_measured(
+    on_stub: OnStub, tmp_path: Path
+) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    (tmp_path / "test_train.py").write_text(
+        """
+import pytest
+import torch
+from torch import nn
+
+@pytest.fixture(scope="session")
+def model():
+    return nn.Linear(512, 512).cuda()
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.randn(8, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+@pytest.mark.vram_budget("1 GiB")
+def test_session(model):
+    train(model)
+
+class TestClass:
+    def setup_class(self):
+        self.model = nn.Linear(512, 512).cuda()
+
+    @pytest.mark.vram_budget("1 GiB")
+    def test_method(self):
+        train(self.model)
+
+GLOBAL = nn.Linear(512, 512).cuda()
+
+@pytest.mark.vram_budget("1 GiB")
+def test_global():
+    train(GLOBAL)
+
+@pytest.mark.vram_budget("1 GiB")
+def test_own():
+    train(nn.Linear(512, 512).cuda())
+"""
+    )
+    code, lines = pytest_on(on_stub, tmp_path)
+    text = "\n".join(lines)
+    assert code == 0, text
+    rows = {name: line.split() for line in lines for name in line.split()[:1] if "A100" in line}
+    assert rows["test_own"][-3:] == ["0", "%", "ok"], text
+    for name in ("test_session", "TestClass::test_method", "test_global"):
+        assert rows[name][-3:] == ["2", "%", "ok"], text  # of the budget; no estimate
+    why = (
+        "was made on the card before the passes, and a simulation cannot hold it; give it function "
+        "scope, or build on the CPU there and move to vram.device in the test"
+    )
+    assert f"test_session: there is no estimate: fixture 'model' {why}" in text
+    assert f"TestClass::test_method: there is no estimate: TestClass.model {why}" in text
+    assert "test_global: there is no estimate, the simulation could not go on: aten.t." in text
+    assert (
+        "test_train.py:13 train was given a tensor that lies on the real card (torch.float32, "
+        "[512, 512]), from before the pass; make it in the test or in a fixture of function scope"
+    ) in text

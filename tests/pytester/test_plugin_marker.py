@@ -48,7 +48,7 @@ def test_x(vram):
     result.stdout.fnmatch_lines(
         [
             "*_ test_x _*",
-            "VRAM over budget: peak allocated *, budget 4.0 KiB, +* (* % of the budget)",
+            "VRAM over budget: peak allocated *, budget 4.0 KiB, +* (>1000x the budget)",
             "  alive then (*, step *): *iB",
             "    parameters *",
             "  largest allocations",
@@ -71,7 +71,7 @@ def test_plain():
 """)
     result = project.run("-v")
     assert outcomes(result) == {"passed": 2}
-    result.stdout.fnmatch_lines(["  peaks by phase: *forward *backward *optimizer *"])
+    result.stdout.fnmatch_lines(["  peaks by phase: *forward *backward *", "      *optimizer *"])
 
 
 def test_the_fixture_alone_counts_as_a_marker(project: Project) -> None:
