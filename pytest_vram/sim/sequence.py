@@ -20,6 +20,7 @@ import torch
 #: Numbers from here on were set by us. An AccumulateGrad has the highest number of all.
 _SET = 1 << 40
 _LAST = 1 << 62
+_MADE_AS = "pytest_vram_number"  # in the metadata of a node
 
 
 def counter() -> int:
@@ -34,7 +35,6 @@ class Sequence:
         #: Told of the outputs before every backward, and of the end of every outermost one.
         self._begins, self._ended = begins, ended
         self._origin = counter()
-        self._made_as: dict[int, int] = {}
         #: Per backward that made nodes: first number, end, nodes that backward had made before.
         self._spans: list[tuple[int, int, int]] = []
         self._made = 0
@@ -77,17 +77,19 @@ class Sequence:
             return before + number - start
         return number - self._origin - before - (end - start)
 
-    def made_as(self, number: int) -> int:
-        """The number with which a node of the running graph was made."""
-        return self._made_as.get(number, number)
-
     def _renumber(self, outputs: Iterable[Any]) -> None:
         for node in nodes_of(outputs):
             number = node._sequence_nr()
             if number < _SET:
-                now = _SET + self.on_card(number)
-                node._set_sequence_nr(now)
-                self._made_as[now] = number
+                node.metadata[_MADE_AS] = number
+                node._set_sequence_nr(_SET + self.on_card(number))
+
+
+def made_as(node: Any) -> int:
+    """The number with which a node was made, whatever it was set to since: two threads' nodes may
+    have one number on a card."""
+    number = int(node._sequence_nr())
+    return int(node.metadata[_MADE_AS]) if _SET <= number < _LAST else number
 
 
 def nodes_of(outputs: Iterable[Any]) -> Iterator[Any]:

@@ -80,6 +80,7 @@ class _OfThread(threading.local):
         self.node_stream = 0
         self.chosen_in: tuple[int, int] | None = None
         self.modules: list[str] = []
+        self.seen = 0
         self.count_nodes()
 
     def count_nodes(self) -> None:
@@ -92,18 +93,21 @@ class _OfThread(threading.local):
         return self.stream_marks[place - 1][1] if place else 0
 
     def mark_stream(self, number: int) -> None:
-        """Nodes that are made from now on run on this stream."""
+        """Nodes made since the last mark or allocation in backward run on this stream: a node is
+        made just before its operator allocates."""
         if self.stream_marks and self.stream_marks[-1][1] != number:
-            self.stream_marks.append((sequence.counter(), number))
+            self.stream_marks.append((max(self.seen, self.stream_marks[-1][0]), number))
+        self.seen = sequence.counter()
 
     def _backward_begins(self, outputs: Any) -> None:
         """A leaf's AccumulateGrad is made by the first node that uses it, on the stream of that
         moment (autograd/input_metadata.cpp), and lives as long as any graph does."""
         if not self.stream_marks:
             return
+        self.seen = sequence.counter()
         first: dict[Any, int] = {}
         for node in sequence.nodes_of(outputs):
-            number = self.sequence.made_as(node._sequence_nr())
+            number = sequence.made_as(node)
             for following, _ in node.next_functions:
                 if following is not None and "AccumulateGrad" in following.name():
                     first[following] = min(number, first.get(following, number))
@@ -111,6 +115,7 @@ class _OfThread(threading.local):
             accumulator.metadata.setdefault(_STREAM, self.stream_at(number))
 
     def _backward_ended(self) -> None:
+        self.seen = sequence.counter()
         self.mark_stream(self.stream)
 
 
@@ -526,7 +531,7 @@ class Simulation:
         if node is not None and "AccumulateGrad" in node.name():
             here.node_stream = node.metadata.get(_STREAM, 0)  # type: ignore[attr-defined]
         elif node is not None:
-            here.node_stream = here.stream_at(here.sequence.made_as(node._sequence_nr()))
+            here.node_stream = here.stream_at(sequence.made_as(node))
             if torch.is_grad_enabled():
                 here.mark_stream(here.node_stream)  # nodes that backward makes run there too
         return here.node_stream

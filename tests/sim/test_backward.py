@@ -105,3 +105,18 @@ def test_magnitudes_are_made_as_complex_numbers(gpu: Simulation) -> None:
     values.abs()
     made = [a.requested for a in gpu.trace().allocations[before:]]
     assert made == [64 * 128 * 4, 64 * 128 * 8]
+
+
+def test_a_double_backward_runs_on_the_streams_of_its_nodes(gpu: Simulation) -> None:
+    """The products of the layer and of its gradient all ran on the side stream, so no other
+    stream gets a workspace of cuBLAS, although numbers of the two threads coincide."""
+    side = torch.cuda.Stream()
+    layer = torch.nn.Linear(32, 33, bias=False, device="cuda")
+    x = torch.empty(64, 32, device="cuda", requires_grad=True)
+    with torch.cuda.stream(side):
+        y = layer(x)
+    loss = y.abs().mean() * 2
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().mean()).backward()
+    streams = {a.stream for a in gpu.trace().allocations if a.bill == "workspace"}
+    assert streams == {1}
