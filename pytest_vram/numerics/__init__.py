@@ -10,13 +10,15 @@ from types import TracebackType
 from typing import Any
 
 from pytest_vram.findings import Finding
-from pytest_vram.numerics.cpu_stand_in import CpuStandIn
+from pytest_vram.numerics.cpu_stand_in import CpuStandIn, on_the_cpu
 from pytest_vram.numerics.diagnosis import Birth, Diagnosis
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import FiniteWatch, read_loss
 from pytest_vram.numerics.probes import Probes
+from pytest_vram.numerics.ranges import RangeWatch, VanishingInfinities
 from pytest_vram.numerics.remedies import remedy
 from pytest_vram.numerics.scaler import ScalerHistory, ScalerWatch, judge
+from pytest_vram.numerics.silent import SilentWatch
 from pytest_vram.numerics.training_checks import TrainingWatch, matches
 from pytest_vram.numerics.unheld import UnheldWatch
 from pytest_vram.numerics.wiring import WiringWatch
@@ -42,6 +44,8 @@ class Watch:
         self._wiring = WiringWatch(self._loop, values)
         self._training = TrainingWatch(self._loop, values, self._finite.losses)
         self._unheld = UnheldWatch(self._loop)
+        self._ranges = RangeWatch(self._loop, values)
+        self._silent = SilentWatch(self._loop)
         self._probes = Probes((), values, unit_scale=diagnose)
         self._probes.capture = read_loss if values else None
         self._scaler = ScalerWatch(self._loop, self._probes)
@@ -56,7 +60,10 @@ class Watch:
             self._finite,
             self._training,
             self._unheld,
+            self._ranges,
+            self._silent,
         )
+        self._vanishing: VanishingInfinities | None = None
         self._stack = ExitStack()
         self._remarks: tuple[str, ...] = ()
 
@@ -64,6 +71,8 @@ class Watch:
         if self.values:
             self._finite.check.prepare()
         self._stack.enter_context(self._probes)
+        if self.values and on_the_cpu():
+            self._vanishing = self._stack.enter_context(VanishingInfinities(self._probes))
         if self._diagnosis is not None:
             self._stack.enter_context(self._diagnosis)
         return self
@@ -138,13 +147,23 @@ class Watch:
             *self._wiring.found.values(),
             *judge(self.scaler, warmup, allowed, at_one, text, remedy(birth)),
             *(_diagnosed(finding, birth) for finding in self._first_not_finite()),
-            *self._training.findings(patterns, self.scaler.skipped, self._explained()),
+            *self._training.findings(
+                patterns, self.scaler.skipped, self._explained(), self._ranges.only_zeros()
+            ),
             *self._unheld.findings(lambda name: bool(patterns) and matches(name, patterns)),
+            *self._quiet(),
         ]
         if replay is not None and not self.saw_training:
             found += replay.loose_ends(birth)
         self._remarks = tuple(one.sentence for one in found if one.severity == "note")
         return tuple(one for one in found if one.severity != "note")
+
+    def _quiet(self) -> list[Finding]:
+        """What leaves everything finite; near misses only where nothing was hit."""
+        hit = bool(self._finite.found) or bool(self.scaler.skipped == len(self.scaler.steps) > 0)
+        near = [] if hit else self._ranges.findings()
+        gone = self._vanishing.found if self._vanishing is not None and not hit else []
+        return [*self._silent.found.values(), *near, *gone]
 
     def _explained(self) -> set[str]:
         """What a parameter without gradient would be told for, that other findings say better."""

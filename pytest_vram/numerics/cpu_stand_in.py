@@ -140,6 +140,12 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == "cuda"
 
 
+def on_the_cpu() -> bool:
+    """Whether a CPU stands in for the GPU now."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, CpuStandIn) for mode in modes)
+
+
 def on_cuda(tensor: Tensor) -> bool:
     return _MARK in tensor.__dict__
 

@@ -57,7 +57,7 @@ class FiniteCheck:
     def finite(self, tensors: Iterable[Tensor]) -> bool:
         on_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
-            plain = _plain(tensor)
+            plain = plain_data(tensor)
             if plain is not None:
                 on_device.setdefault(plain.device, []).append(plain)
         return all(self._finite(device, members) for device, members in on_device.items())
@@ -102,10 +102,14 @@ def _pieces(tensors: list[Tensor]) -> Iterable[Tensor]:
             yield from torch.split(tensor.view(-1), _SCRATCH)
 
 
-def _plain(tensor: Tensor) -> Tensor | None:
-    """The strided floating-point data of a tensor: without graph, hooks or version counter."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside torch.func's vmap, grad
-        return None
+def plain_data(tensor: Tensor) -> Tensor | None:
+    """The strided floating-point data of a tensor: without graph, hooks or version counter; of
+    all samples at once where it is wrapped by torch.func's vmap, grad or jvp."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+        if tensor.device.type != "cpu":  # the fused check writes, which a transform refuses
+            return None
     if tensor.is_sparse:
         tensor = tensor._values()
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -127,7 +131,8 @@ def _dense(tensor: Tensor) -> bool:
 
 def describe_bad(tensor: Tensor) -> str:
     """``2 NaN and 1 inf of 12 elements``; read on the CPU, so that no device memory is used."""
-    values = tensor.detach().to("cpu").float()
+    data = plain_data(tensor)
+    values = (tensor if data is None else data).detach().to("cpu").float()
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
     parts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (inf, "inf")) if count]
     return f"{' and '.join(parts) or '0 bad'} of {values.numel()} elements"
@@ -260,6 +265,39 @@ class FiniteWatch(Listener):
 
     # ---- gradients
 
+    def gradients_returned(self, gradients: Any, loss: Any, line: str) -> None:
+        """By torch.func.grad, which leaves no ``.grad`` behind."""
+        if not self._values or {"gradients", "loss"} & self.found.keys():
+            return
+        if isinstance(loss, Tensor) and not self.check.finite([loss]):
+            self.found.pop("output", None)  # it came of it
+            self.on_found()
+            self.found["loss"] = Finding(
+                "non-finite",
+                "fail",
+                f"a loss that torch.func differentiated at {line} is not finite: "
+                f"{describe_bad(loss)}",
+                (self._bad_input,) if self._bad_input else (),
+                _loss_hint(self._bad_input),
+                {"what": "loss", "line": line},
+            )
+            return
+        named = list(_named(gradients))
+        if self.check.finite(tensor for _, tensor in named):
+            return
+        bad = [(name, tensor) for name, tensor in named if self.check.bad([tensor])]
+        self.on_found()
+        self.found["gradients"] = Finding(
+            "non-finite",
+            "fail",
+            f"a gradient that torch.func returned at {line} is not finite: "
+            f"{listed(name for name, _ in bad)} ({dtype_name(bad[0][1].dtype)}, "
+            f"{describe_bad(bad[0][1])})",
+            (),
+            BACKWARD,
+            {"what": "gradients", "parameters": [name for name, _ in bad]},
+        )
+
     def backward_ends(self, call: Backward) -> None:
         leaves, self._leaves = self._leaves, []
         if self._values and not self._loop.optimizers:
@@ -360,7 +398,7 @@ def _loss_hint(bad_input: str) -> str:
 
 def _tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
-        if value.dtype.is_floating_point and _plain(value) is not None:
+        if value.dtype.is_floating_point and plain_data(value) is not None:
             yield value
     elif isinstance(value, dict):
         for inner in value.values():
@@ -368,6 +406,16 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _tensors(inner)
+
+
+def _named(value: Any, name: str = "") -> Iterable[tuple[str, Tensor]]:
+    """Tensors of nested tuples, lists and dicts, with the keys that lead to them."""
+    if isinstance(value, Tensor):
+        yield name or "the gradient", value
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from _named(inner, f"{name}.{key}" if name else str(key))
 
 
 def _leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:

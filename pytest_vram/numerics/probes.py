@@ -14,12 +14,13 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms as transforms
 import torch.optim.lr_scheduler as schedulers
 import torch.optim.optimizer as optimizers
 import torch.utils.checkpoint as checkpointing
@@ -95,6 +96,9 @@ class Listener:
 
     def backward_ends(self, call: Backward) -> None: ...
 
+    def gradients_returned(self, gradients: Any, loss: Any, line: str) -> None:
+        """By torch.func.grad and its kin: nested as its arguments are, perhaps wrapped by vmap."""
+
     def update_begins(self, update: Update) -> None: ...
 
     def gradients_ready(self, update: Update) -> None:
@@ -118,6 +122,9 @@ class Listener:
     def optimizer_loaded(self, optimizer: Any, state: Any, line: str) -> None: ...
 
     def module_loaded(self, module: nn.Module, state: Any, line: str) -> None: ...
+
+    def ties_broken(self, module: nn.Module, names: Sequence[str], how: str, line: str) -> None:
+        """What ``module`` held under ``names`` was one parameter, and is several now."""
 
     def autocast_cache_cleared(self) -> None: ...
 
@@ -168,6 +175,7 @@ class Probes:
         self._scaled: list[_Scaled] = []
         self._in_scaler: list[int] = []
         self._creating_scheduler = 0
+        self._moving = 0  # Module._apply runs for every child
         self._scheduling = 0  # ChainedScheduler and SequentialLR step others
 
     # ---- life
@@ -206,6 +214,9 @@ class Probes:
         self._patch(Optimizer, "zero_grad", self._around_zero_grad)
         self._patch(nn.Module, "zero_grad", self._around_zero_grad)
         self._patch(nn.Module, "load_state_dict", self._around_module_load)
+        # torch.func.grad and grad_and_value look it up when they are called (2.6 to 2.14).
+        self._patch(transforms, "grad_and_value_impl", self._around_functional)
+        self._patch(nn.Module, "_apply", self._around_apply)
         self._patch_functions()
         for scheduler in [schedulers.LRScheduler, *_subclasses(schedulers.LRScheduler)]:
             if "step" in scheduler.__dict__:
@@ -326,6 +337,18 @@ class Probes:
             return result
 
         return run_backward
+
+    def _around_functional(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(differentiate)
+        def grad_and_value(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            gradients, loss = result = differentiate(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                loss = loss[0] if isinstance(loss, tuple) else loss  # has_aux: (loss, aux)
+                self._tell("gradients_returned", gradients, loss, user_line())
+            return result
+
+        return grad_and_value
 
     def _backward(self, roots: Any) -> Backward:
         tensors = tuple(root for root in roots if isinstance(root, Tensor))
@@ -474,11 +497,36 @@ class Probes:
         @functools.wraps(load)
         def load_state_dict(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
+            tied = ties(module)
             result = load(module, state, *args, **kwargs)
+            assigned = kwargs.get("assign", args[1:2] == (True,))
+            self._compare_ties(module, tied, f"load_state_dict(assign={assigned})")
             self._tell("module_loaded", module, state, user_line())
             return result
 
         return load_state_dict
+
+    def _around_apply(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Behind to(), cuda(), half() and to_empty(): they may make every parameter anew."""
+
+        @functools.wraps(apply)
+        def move(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            tied = [] if self._moving else ties(module)
+            self._moving += 1
+            try:
+                result = apply(module, *args, **kwargs)
+            finally:
+                self._moving -= 1
+            self._compare_ties(module, tied, "the module was moved or cast")
+            return result
+
+        return move
+
+    def _compare_ties(self, module: nn.Module, before: list[list[str]], how: str) -> None:
+        for names in before:
+            if len({id(module.get_parameter(name)) for name in names}) > 1:
+                self._tell("ties_broken", module, names, how, user_line())
 
     def _around_zero_grad(self, zero: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(zero)
@@ -606,6 +654,14 @@ class Probes:
             self._tell("autocast_cache_cleared")
 
         return clear_autocast_cache
+
+
+def ties(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that ``module`` holds under several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _force_unit_scale(scaler: Any, outputs: Any) -> None:

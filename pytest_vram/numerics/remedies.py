@@ -49,6 +49,10 @@ _REMEDIES: dict[str, str] = {
     "nll_loss_forward": "every target of this batch is ignore_index, so the mean divides by 0: "
     "skip such a batch, or use reduction='sum' and divide by the count, at least 1",
 }
+_REMEDIES["_ctc_loss"] = (
+    "a target is longer than its input (each repeated label needs one more frame), which has no "
+    "alignment: filter such samples, or pass zero_infinity=True"
+)
 _REMEDIES["nll_loss2d_forward"] = _REMEDIES["nll_loss_forward"]
 
 #: Where backward fails and the forward did not.

@@ -72,6 +72,7 @@ class TrainingWatch(Listener):
         self.schedulers: list[tuple[str, int, int, int]] = []
         self.still: list[tuple[str, int, bool, bool]] = []
         self.unstepped: list[tuple[str, int, str]] = []
+        self.dead: dict[str, tuple[list[str], int]] = {}  # optimizer -> parameters, updates
 
     # ---- which parameters have gradients
 
@@ -225,6 +226,7 @@ class TrainingWatch(Listener):
         if compare:
             self._note_stuck()
             self._note_still(optimizer, record.updates)
+            self._note_dead(optimizer, record.updates)
 
     def _compare(self, parameter: Tensor, sample: _Sample) -> None:
         now = _piece(parameter)
@@ -256,6 +258,42 @@ class TrainingWatch(Listener):
             learning = any(sample.learning for sample in samples)
             zero = not any(bool(gradient.any()) for gradient in seen)
             self.still.append((name, updates, learning, zero))
+
+    def _note_dead(self, optimizer: Any, updates: int) -> None:
+        """Weights that every update found with a gradient of exactly 0, while others had one."""
+        samples = {
+            id(p): sample
+            for p in optimizer_parameters(optimizer)
+            if (sample := self._sample(p)) is not None and sample.gradient is not None
+        }
+        dead = {key for key, s in samples.items() if s.learning and not _any(s.gradient)}
+        # What starts at 0 (LoRA's B, gates) blocks what lies before it until it has moved: one
+        # update, two where such layers are nested.
+        if dead and updates < 4 and any(map(self._began_at_zero, samples.values())):
+            return
+        found = [p for p in optimizer_parameters(optimizer) if id(p) in dead and self._is_dead(p)]
+        alive = len(dead) < len(samples)
+        weights = any(p.dim() > 1 for p in found)
+        names = self._loop.names.names(found) if alive and weights else []
+        names = [name for name in names if "expert" not in name]  # not every token meets each
+        self.dead[self._loop.describe(optimizer)] = names, updates
+
+    def _began_at_zero(self, sample: _Sample) -> bool:
+        parameter = sample.parameter()
+        if parameter is None or sample.begin.any():
+            return False
+        return not self._loop.names.name(parameter).endswith("bias")
+
+    def _is_dead(self, parameter: Tensor) -> bool:
+        """All of its gradient is 0 and nothing set it so on purpose: rows of an embedding that the
+        batch lacks have none, a hook may freeze a part."""
+        if parameter._backward_hooks or parameter.grad is None or parameter.grad.is_sparse:
+            return False
+        if any(
+            isinstance(o, (nn.Embedding, nn.EmbeddingBag)) for o in self._loop.owners(parameter)
+        ):
+            return False
+        return not bool(parameter.grad.detach().to("cpu").any())  # no device memory is used
 
     def _note_unstepped(self, call: Backward) -> None:
         records = self._loop.optimizers.values()
@@ -307,16 +345,22 @@ class TrainingWatch(Listener):
     # ---- judging
 
     def findings(
-        self, trainable: Sequence[str], scaler_skips: int, explained: Collection[str] = ()
+        self,
+        trainable: Sequence[str],
+        scaler_skips: int,
+        explained: Collection[str] = (),
+        silent: Sequence[str] = (),
     ) -> list[Finding]:
         """``explained``: names of parameters whose missing gradient another finding explains, or
-        a reason (``unknown``) that another finding gives better."""
+        a reason (``unknown``) that another finding gives better. ``silent``: activations that gave
+        nothing but zeros."""
         return [
             *self.found.values(),
             *self._untrained(trainable, explained),
             *self._outside_pattern(trainable),
             *self._rounding(),
             *self._standing_still(),
+            *self._dead_layers(trainable, silent),
             *self._same_loss(),
             *self._scheduler_ahead(scaler_skips),
         ]
@@ -407,6 +451,8 @@ class TrainingWatch(Listener):
         """No step changed anything: a rate of 0, gradients of 0, or no step at all."""
         result = []
         for name, updates, learning, zero in self.still:
+            if learning and zero and self._all_losses_zero():
+                result.append(self._zero_loss(name, updates))
             if learning and not (zero and any(note.value for note in self._losses)):
                 continue
             why = "every gradient is exactly 0" if learning else "its learning rate is 0"
@@ -426,6 +472,42 @@ class TrainingWatch(Listener):
             )
             hint = "call optimizer.step() after backward"
             result.append(Finding("untrained", "fail", sentence, (), hint))
+        return result
+
+    def _all_losses_zero(self) -> bool:
+        return len(self._losses) > 1 and not any(note.value for note in self._losses)
+
+    def _zero_loss(self, name: str, updates: int) -> Finding:
+        return Finding(
+            "untrained",
+            "warn",
+            f"the loss is exactly 0 at all {len(self._losses)} backward passes (the last at "
+            f"{self._losses[-1].line}) and so is every gradient: {updates} updates of {name} "
+            "learnt nothing",
+            (),
+            "look for a factor 0, an empty mask or selection, an output compared with itself, a "
+            "margin that every sample keeps",
+        )
+
+    def _dead_layers(self, trainable: Sequence[str], silent: Sequence[str]) -> list[Finding]:
+        result = []
+        for owner, (names, updates) in self.dead.items():
+            names = [name for name in names if not trainable or matches(name, trainable)]
+            if not names:
+                continue
+            verb = "is" if len(names) == 1 else "are"
+            result.append(
+                Finding(
+                    "untrained",
+                    "warn",
+                    f"the gradients of {listed(names)} {verb} exactly 0 at each of {updates} "
+                    f"updates of {owner}, while others are not: nothing trains them",
+                    tuple(f"{name} gave nothing but zeros" for name in silent[:4]),
+                    "look for a factor 0, a gate or ReLU that never opens (its bias, the learning "
+                    "rate), an all-zero mask; in float16 without a scaler for gradients under 6e-8",
+                    {"parameters": names},
+                )
+            )
         return result
 
     def _same_loss(self) -> list[Finding]:
@@ -538,6 +620,10 @@ def _is_stuck(sample: _Sample) -> bool:
     if not sample.gradient.any():
         return False
     return sample.changed < 0.01 if sample.low_precision else sample.changed == 0.0
+
+
+def _any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())
 
 
 def _stem(name: str) -> str:

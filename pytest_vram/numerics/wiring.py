@@ -384,7 +384,7 @@ class WiringWatch(Listener):
             self._closure(call.line, "an optimizer")
         node = call.roots[0].grad_fn if call.roots else None
         if call.scaler is not None:
-            node = _below_scaling(node)
+            node = below_scaling(node)
         self._micro.append((call.line, _reduction(node)))
         self._threads.add(get_ident())
 
@@ -568,7 +568,7 @@ def _reduction(node: Any) -> str:
     return ""
 
 
-def _below_scaling(node: Any) -> Any:
+def below_scaling(node: Any) -> Any:
     """The node under the scaler's multiplication: the loss itself."""
     if node is not None and node.name().startswith("MulBackward"):
         return node.next_functions[0][0]
