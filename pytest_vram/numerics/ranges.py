@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pytest_vram.findings import Finding
-from pytest_vram.numerics.frames import user_line
+from pytest_vram.frames import user_line
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import plain_data
 from pytest_vram.numerics.probes import Listener, Probes

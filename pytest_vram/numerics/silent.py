@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_vram.findings import Finding
-from pytest_vram.numerics.frames import user_line
+from pytest_vram.frames import user_line
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.names import listed
 from pytest_vram.numerics.probes import Backward, Listener, Update

@@ -359,8 +359,8 @@ def twice(scaled: bool, clear: bool = False) -> Body:
 def test_one_loss_backward_twice(scaled: bool) -> None:
     assert re.match(
         r"backward ran twice from the same loss, at .*test_silent\.py:\d+ body "
-        r"\(retain_graph=True\) and at .*test_silent\.py:\d+ body, without zero_grad between: the gradients of weight "
-        "and bias are doubled",
+        r"\(retain_graph=True\) and at .*test_silent\.py:\d+ body, without zero_grad between: the "
+        "gradients of weight and bias are doubled",
         warning(twice(scaled)),
     )
 
