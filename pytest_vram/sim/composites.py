@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from pytest_vram.sim import (  # noqa: F401  (fastpath: its handlers)
+from pytest_vram.sim import (  # noqa: F401  (fastpath, sparse: their handlers)
     errors,
     fastpath,
     inplace,
     products,
     shapes,
+    sparse,
 )
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.handlers import HANDLERS

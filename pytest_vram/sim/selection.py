@@ -34,6 +34,11 @@ def assume_selected(share: float) -> AbstractContextManager[None]:
     return _selecting(share)
 
 
+def declared_share() -> float | None:
+    """The share that unknown masks select here, if the test said so."""
+    return _share.get()
+
+
 @contextlib.contextmanager
 def _selecting(share: float) -> Iterator[None]:
     token = _share.set(share)

@@ -53,6 +53,8 @@ META: dict[str, Callable[..., Any]] = {
     "fractional_max_pool3d_backward": _like_input,
     "binomial": _like_first,
     "_sample_dirichlet": _like_first,
+    "_dirichlet_grad": _like_first,
+    "_standard_gamma_grad": _like_first,
 }
 
 

@@ -212,8 +212,8 @@ _checks_hold: ContextVar[bool] = ContextVar("checks_hold", default=False)
 def trust_distributions(held: Patches) -> None:
     """``torch.distributions`` asks the values of its arguments whether they are valid (__init__ and
     _validate_sample, distributions/distribution.py, 2.6 to 2.14). Its operators run; yes is the
-    answer."""
-    from torch.distributions import Distribution
+    answer. So it is where ``VonMises.sample`` asks whether it may stop drawing (von_mises.py)."""
+    from torch.distributions import Distribution, VonMises
 
     def trusting(check: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(check)
@@ -226,8 +226,12 @@ def trust_distributions(held: Patches) -> None:
 
         return checked
 
-    for name in ("__init__", "_validate_sample"):
-        held.set(Distribution, name, trusting(getattr(Distribution, name)))
+    for owner, name in (
+        (Distribution, "__init__"),
+        (Distribution, "_validate_sample"),
+        (VonMises, "sample"),
+    ):
+        held.set(owner, name, trusting(getattr(owner, name)))
 
 
 # -- reading values -------------------------------------------------------------------------

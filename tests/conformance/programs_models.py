@@ -173,7 +173,7 @@ _model("hf_clip", "CLIPModel", _HALF, _adamw, _pairs, config="CLIPConfig", proje
 
 @program(needs="transformers")
 def hf_dpo(device: str) -> Step:
-    """Direct preference optimisation of a Llama against its frozen copy."""
+    """Direct preference optimisation of a Llama against its frozen copy, on padded answers."""
     import transformers
 
     config = transformers.LlamaConfig(**dict(_GROUPED, vocab_size=4000))
@@ -188,7 +188,8 @@ def hf_dpo(device: str) -> Step:
 
     def loss() -> torch.Tensor:
         tokens = torch.randint(5, 4000, (4, 40)).to(device)
-        mask = torch.ones_like(tokens)
+        lengths = torch.tensor([40, 32, 40, 36]).unsqueeze(1)
+        mask = (torch.arange(40) < lengths).long().to(device)
         ours = log_probability(model, tokens, mask)
         with torch.no_grad():
             base = log_probability(reference, tokens, mask)

@@ -26,7 +26,6 @@ DIFFERS = {
     "hf_gpt2_checkpointed": "the stub driver answers every read with zero: transformers then takes "
     "the masked attention path, which a card that reads ones does not",
     "hf_trainer": "as hf_gpt2_checkpointed",
-    "recommender": "sparse gradients: how many rows are distinct is a value",
 }
 
 

@@ -118,6 +118,14 @@ def _spine_sort(n: int, key: int, value: int, card: Card) -> int:
     return alias(spine * 8, n * key, n * value)
 
 
+def merge_sort(n: int, key: int, value: int) -> int:
+    """``DeviceMergeSort`` of pairs in place: bounds of the merged parts, a second buffer of each
+    (dispatch_merge_sort.cuh, tuning_merge_sort.cuh)."""
+    tile = 256 * max(1, min(17, 17 * 4 // key))
+    offset = 4 if n < 1 << 31 else 8
+    return alias((1 + _tiles(n, tile)) * offset, n * key, n * value, 0)
+
+
 def segmented_radix_sort(n: int, key: int, value: int) -> int:
     """``DeviceSegmentedRadixSort``: one more buffer of keys and of values."""
     return alias(n * key, n * value) if n else 1
@@ -145,11 +153,12 @@ def scan_by_key(n: int, key: int, card: Card) -> int:
 _UNIQUE = {(8, 4): 256 * 11, (8, 8): 192 * 7, (9, 4): 512 * 14, (9, 8): 448 * 11}
 
 
-def unique_by_key(n: int, key: int, card: Card) -> int:
+def unique_by_key(n: int, key: int, card: Card, count: int = 8) -> int:
+    """``count``: bytes of the type that positions are counted in."""
     major, minor = card.profile.capability
     tuned = _UNIQUE.get((min(major, 9), key)) if (major, minor) == (8, 0) or major >= 9 else None
     tile = tuned or 64 * max(1, min(11 * 4 // key, 11))
-    return alias(_tile_state(_tiles(n, tile), 8, card), 0)
+    return alias(_tile_state(_tiles(n, tile), count, card), 0)
 
 
 # -- reductions and selections ---------------------------------------------------------------------

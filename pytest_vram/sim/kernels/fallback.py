@@ -26,9 +26,10 @@ def _names(text: str) -> frozenset[str]:
 PLAIN = _names(
     """
     _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
-    _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _cdist_forward
+    _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _cdist_forward _dirichlet_grad
     _embedding_bag_per_sample_weights_backward _fused_adam_ _fused_adamw_ _fused_sgd_
-    _pdist_forward _prelu_kernel _prelu_kernel_backward _unsafe_view
+    _pdist_forward _prelu_kernel _prelu_kernel_backward _standard_gamma _standard_gamma_grad
+    _unsafe_view binomial
     _upsample_nearest_exact2d_backward _weight_norm_interface _weight_norm_interface_backward
     adaptive_max_pool3d adaptive_max_pool3d_backward addr avg_pool3d avg_pool3d_backward
     batch_norm_backward_elemt batch_norm_elemt batch_norm_gather_stats_with_counts
@@ -78,13 +79,13 @@ _SOLVERS = _names(
     """
 )
 
-#: What hands out the parts of a sparse tensor, or joins them to one, and computes nothing.
+#: What describes a sparse tensor, hands out its parts or joins them, and computes nothing.
 _PARTS = _names(
     """
-    _coalesced_ _indices _sparse_compressed_tensor_unsafe _sparse_coo_tensor_unsafe
-    _sparse_coo_tensor_with_dims _sparse_coo_tensor_with_dims_and_tensors _values ccol_indices
-    col_indices crow_indices detach detach_ indices is_coalesced row_indices sparse_coo_tensor
-    values
+    _coalesced_ _dimI _dimV _indices _nnz _sparse_compressed_tensor_unsafe
+    _sparse_coo_tensor_unsafe _sparse_coo_tensor_with_dims _sparse_coo_tensor_with_dims_and_tensors
+    _values ccol_indices col_indices crow_indices dense_dim detach detach_ indices is_coalesced
+    row_indices sparse_coo_tensor sparse_dim values
     """
 )
 

@@ -1,0 +1,209 @@
+"""Sparse COO tensors as CUDA runs them: their gradients, sums, masks and products.
+
+PyTorch's own fake execution forgets how many entries a sparse tensor has, or lacks these operators.
+How many of an unknown index's rows are distinct is a value: as many as can be, unless the test
+declares a share (``vram.assume_selected``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_vram.sim import selection, values
+from pytest_vram.sim.device import SimMode
+from pytest_vram.sim.handlers import HANDLERS
+from pytest_vram.sim.tensors import CUDA, META, SimTensor, wrap
+
+aten = torch.ops.aten
+_COO = torch.sparse_coo
+
+
+def _on_card(tensor: Any) -> bool:
+    return type(tensor) is SimTensor and tensor.is_cuda
+
+
+def _is_coo(tensor: Any) -> bool:
+    return _on_card(tensor) and tensor.layout is _COO
+
+
+def _joined(indices: Tensor, entries: Tensor, like: Tensor, coalesced: bool) -> Tensor:
+    return aten._sparse_coo_tensor_with_dims_and_tensors.default(  # type: ignore[no-any-return]
+        like.sparse_dim(), like.dense_dim(), like.shape, indices, entries,
+        layout=_COO, device=CUDA, is_coalesced=coalesced,
+    )  # fmt: skip
+
+
+def _clone(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """A gradient that arrives first is taken as it is (``accumulateGrad``, accumulate_grad.h
+    v2.6.0, v2.14.1): autograd asks how often its parts are used, and simulated parts always are."""
+    source = args[0]
+    if not _is_coo(source):
+        return NotImplemented
+    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    stolen = node is not None and "AccumulateGrad" in node.name() and not torch.is_grad_enabled()
+    with mode:
+        indices, entries = source._indices(), source._values()
+        stolen = stolen and indices.is_contiguous() and entries.is_contiguous()
+        if not stolen:
+            entries, indices = entries.clone(), indices.clone()  # as they are allocated
+        return _joined(indices, entries, source, source.is_coalesced())
+
+
+# -- coalescing -----------------------------------------------------------------------------
+
+
+def _distinct(source: Tensor, indices: Tensor) -> tuple[int, bool]:
+    """How many entries stay, and whether that is certain."""
+    entries, known = indices.shape[1], values.known(indices)
+    if known is not None:
+        return len({tuple(one) for one in known.t().tolist()}), True
+    rows = math.prod(source.shape[: source.sparse_dim()])
+    share = selection.declared_share()
+    if share is not None:
+        return min(round(share * entries), rows), True
+    return min(entries, rows), False
+
+
+def _coalesce(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``_coalesce_sparse_cuda`` (native/sparse/cuda/SparseCUDATensor.cu)."""
+    source = args[0]
+    if not _is_coo(source):
+        return NotImplemented
+    with mode:
+        indices, entries = source._indices(), source._values()
+        if indices.shape[1] < 2:
+            entries = entries.clone()
+            return _joined(indices.clone(), entries, source, True)
+    count, certain = _distinct(source, indices)
+    first = wrap(mode, torch.empty((indices.shape[0], count), dtype=torch.int64, device=META), CUDA)
+    shape = (count, *entries.shape[1:])
+    second = wrap(mode, torch.empty(shape, dtype=entries.dtype, device=META), CUDA)
+    parts = (indices, entries, certain)
+    mode.ledger.operator(func, parts, kwargs, [first, second], None, True)
+    with mode:
+        return _joined(first, second, source, True)
+
+
+# -- sums -----------------------------------------------------------------------------------
+
+
+def _flat_indices(indices: Tensor) -> Tensor:
+    """``flatten_indices``, SparseTensorUtils.cpp: one kernel for several dimensions
+    (native/sparse/FlattenIndicesCommon.h)."""
+    return (
+        indices.squeeze(0) if indices.shape[0] == 1 else torch.arange(indices.shape[1], device=CUDA)
+    )
+
+
+def _into_dense(target: Tensor, source: Tensor, alpha: Any) -> None:
+    """``add_out_dense_sparse_cuda`` (native/sparse/cuda/SparseCUDATensorMath.cu): one kernel for
+    coalesced entries, ``index_add_`` for others."""
+    indices, entries = source._indices(), source._values().to(target.dtype)
+    if not entries.numel():
+        return
+    if source.is_coalesced():
+        if source.dense_dim():
+            entries = entries.contiguous()
+        return
+    flat = _flat_indices(indices)
+    rows = math.prod(target.shape[: indices.shape[0]])
+    target.view(rows, -1).index_add_(0, flat, entries.reshape(entries.shape[0], -1), alpha=alpha)
+
+
+def _together(target: Tensor, source: Tensor, alpha: Any) -> tuple[Tensor, Tensor]:
+    """``add_out_sparse_cuda``: the entries of both, one behind the other."""
+    added = source._values()
+    if alpha != 1:
+        added = added.mul(alpha)
+    indices = torch.cat([target._indices(), source._indices()], 1)
+    return indices, torch.cat([target._values(), added], 0)
+
+
+def _add(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    target, source = args[:2]
+    if not (_is_coo(source) and _on_card(target)):
+        return NotImplemented
+    alpha, in_place = kwargs.get("alpha", 1), func is aten.add_.Tensor
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        if target.layout is not _COO:
+            result = target if in_place else target.clone()
+            _into_dense(result, source, alpha)
+            return result
+        result = _joined(*_together(target, source, alpha), target, False)
+        if not in_place:
+            return result
+        if result._nnz() > result.numel():  # lest it grow without end
+            result = result.coalesce()
+    target.data = result
+    return target
+
+
+def _negated(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """A copy, negated in place (SparseUnaryOps.cpp)."""
+    source = args[0]
+    if not _is_coo(source):
+        return NotImplemented
+    with mode:
+        copy = source.clone()
+        copy._values().neg_()
+        return copy
+
+
+def _scaled(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``intersection_binary_op_sparse_dense_out`` for a number (SparseTensorMath.cpp)."""
+    source, factor = args
+    if not _is_coo(source) or (isinstance(factor, Tensor) and factor.dim()):
+        return NotImplemented
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        indices, entries = source._indices().clone(), aten.mul.Tensor(source._values(), factor)
+        return _joined(indices, entries, source, source.is_coalesced())
+
+
+# -- masks ----------------------------------------------------------------------------------
+
+
+def _sparse_mask(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``sparse_mask`` of SparseTensor.cpp multiplies by ones where the mask has entries;
+    ``intersection_binary_op_sparse_dense_out`` of SparseTensorMath.cpp gathers the dense entries,
+    then copies the indices and multiplies (v2.14.1)."""
+    dense, mask = args
+    if not (_is_coo(mask) and _on_card(dense) and dense.layout is torch.strided):
+        return NotImplemented
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        indices, entries = mask._indices(), mask._values()
+        if not entries.numel():
+            return mask.clone().to(dense.dtype)
+        ones = torch.ones(1, dtype=entries.dtype, device=CUDA).expand_as(entries)
+        gathered = aten.index.Tensor(dense, list(indices.unbind(0)))
+        indices, entries = indices.clone(), gathered.mul(ones)
+        del gathered, ones
+        return _joined(indices, entries, mask, mask.is_coalesced())
+
+
+# -- products -------------------------------------------------------------------------------
+
+
+def _product(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """A sparse matrix times a dense one (``s_addmm_out_sparse_dense_cuda``): the result is known,
+    cuSPARSE's scratch is not."""
+    first, second = args[-2:]
+    if not (_is_coo(first) and _on_card(second) and second.layout is torch.strided):
+        return NotImplemented
+    shape = (first.shape[0], *second.shape[1:])
+    out = wrap(mode, torch.empty(shape, dtype=second.dtype, device=META), CUDA)
+    mode.ledger.operator(func, args, kwargs, [out], None, True)
+    return out
+
+
+HANDLERS[aten.clone.default] = _clone
+HANDLERS[aten._coalesce.default] = _coalesce
+HANDLERS[aten.add.Tensor] = HANDLERS[aten.add_.Tensor] = _add
+HANDLERS[aten.neg.default] = _negated
+HANDLERS[aten.mul.Tensor] = _scaled
+HANDLERS[aten.sparse_mask.default] = _sparse_mask
+for _operator in (aten.mm.default, aten.addmm.default, aten._sparse_addmm.default):
+    HANDLERS[_operator] = _product

@@ -1,0 +1,151 @@
+"""Sparse COO tensors in a simulation. Events are those of PyTorch 2.14.1's CUDA build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_vram.sim import Simulation, find_profile
+from pytest_vram.sim.kernels import versions
+from pytest_vram.sim.selection import assume_selected
+
+ENTRIES, ROWS, COLUMNS = 300, 1000, 16
+VALUES, INDICES = ENTRIES * COLUMNS * 4, ENTRIES * 8
+
+
+def _joined(*parts: Any, **options: Any) -> Tensor:
+    return torch.sparse_coo_tensor(*parts, check_invariants=False, **options)
+
+
+def _sparse(coalesced: bool) -> Tensor:
+    """Rows 0 to 299 of a table."""
+    indices = torch.arange(ENTRIES).reshape(1, -1).cuda()
+    values = torch.randn(ENTRIES, COLUMNS, device="cuda")
+    return _joined(indices, values, (ROWS, COLUMNS), is_coalesced=coalesced)
+
+
+def _entries() -> Tensor:
+    """300 single entries of a matrix."""
+    indices = torch.arange(2 * ENTRIES).reshape(2, -1).cuda()
+    values = torch.randn(ENTRIES, device="cuda")
+    return _joined(indices, values, (400, 700))
+
+
+def _random() -> Tensor:
+    """300 single entries at places that nobody knows."""
+    indices = torch.randint(0, 400, (2, ENTRIES), device="cuda")
+    return _joined(indices, torch.randn(ENTRIES, device="cuda"), (400, 700))
+
+
+def _unknown() -> Tensor:
+    indices = torch.randint(0, ROWS, (1, ENTRIES), device="cuda")
+    values = torch.randn(ENTRIES, COLUMNS, device="cuda")
+    return _joined(indices, values, (ROWS, COLUMNS))
+
+
+def _events(make: Callable[[], Any], run: Callable[[Any], Any]) -> list[int]:
+    """Bytes that ``run`` allocates (positive) and frees (negative), its result's end included."""
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        given = make()  # lives on
+        before = len(gpu.trace().events)
+        result = run(given)
+        del result
+        trace = gpu.trace()
+    return [
+        trace.allocations[event.index].requested * (1 if event.kind == "alloc" else -1)
+        for event in trace.events[before:]
+        if event.kind in ("alloc", "free")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda s: s.clone(), [VALUES, INDICES, -VALUES, -INDICES]),
+        (lambda s: -s, [VALUES, INDICES, -VALUES, -INDICES]),
+        (lambda s: s * 2, [INDICES, VALUES, -VALUES, -INDICES]),
+        (lambda s: s.to_dense(), [64000, -64000]),
+        (
+            lambda s: s.add(s, alpha=3),
+            [VALUES, 2 * INDICES, 2 * VALUES, -VALUES, -2 * VALUES, -2 * INDICES],
+        ),
+    ],
+)
+def test_what_a_sparse_operator_allocates(run: Any, expected: list[int]) -> None:
+    assert _events(lambda: _sparse(False), run) == expected
+
+
+def test_a_mask_gathers_and_multiplies() -> None:
+    def run(mask: Tensor) -> Tensor:
+        return torch.zeros(ROWS, COLUMNS, device="cuda").sparse_mask(mask)
+
+    expected = [64000, 4, VALUES, INDICES, VALUES, -VALUES, -4, -64000, -VALUES, -INDICES]
+    assert sorted(_events(lambda: _sparse(True), run)) == sorted(expected)
+
+
+@pytest.mark.skipif(versions.INSTALLED < (2, 12), reason="older CUB pads its states otherwise")
+def test_coalescing_sorts_by_comparison_and_keeps_what_is_distinct() -> None:
+    with assume_selected(0.0):
+        rows = _events(_unknown, lambda s: s.coalesce())
+        entries = _events(_random, lambda s: s.coalesce())
+    assert rows == [2400] * 3 + [5631, -5631, 1535, -1535] + [-2400] * 3
+    assert entries == [2400] * 3 + [5631, -5631, 1535, -1535] + [-2400] * 3
+
+
+def test_equal_rows_of_known_indices_become_one() -> None:
+    with Simulation(find_profile("a100-80gb")):
+        indices = torch.tensor([[1, 5, 1, 7, 5]]).cuda()
+        sparse = _joined(indices, torch.ones(5, 4, device="cuda"), (9, 4))
+        assert sparse.coalesce().values().shape == (3, 4)
+
+
+def test_unknown_rows_are_all_distinct_unless_the_test_says_how_many_are() -> None:
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        kept = _unknown().coalesce()
+        assert kept._nnz() == ENTRIES
+        (bound,) = gpu.trace().bounds.parts
+        assert bound.part == "rows of a sparse gradient"
+        assert bound.allocated[1] == gpu.allocator.peak_allocated
+        assert bound.allocated[0] < bound.allocated[1]
+        with assume_selected(0.5):
+            assert _unknown().coalesce()._nnz() == ENTRIES // 2
+
+
+def test_a_first_sparse_gradient_is_kept_and_a_second_one_joined_to_it() -> None:
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        table = nn.Embedding(ROWS, COLUMNS, sparse=True).to("cuda")
+        held = []
+        for _ in range(2):
+            table(torch.randint(0, ROWS, (ENTRIES,), device="cuda")).sum().backward()
+            gradient = table.weight.grad
+            assert gradient is not None
+            held.append((gradient._nnz(), gpu.allocation_of(gradient._values()) >= 0))
+        torch.optim.SGD(table.parameters(), lr=0.1).step()
+    assert held == [(ENTRIES, True), (2 * ENTRIES, True)]
+
+
+def test_sparse_adam_updates_the_rows_that_were_looked_up() -> None:
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        table = nn.Embedding(ROWS, COLUMNS, sparse=True).to("cuda")
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            table(torch.randint(0, ROWS, (ENTRIES,), device="cuda")).sum().backward()
+            optimizer.step()
+        operators = [one.operator for one in gpu.trace().allocations if one.requested == VALUES]
+    assert operators.count("aten::index") == 4  # both averages, in both steps
+
+
+def test_a_sparse_matrix_times_a_dense_one_has_scratch_that_nobody_knows() -> None:
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        adjacency = _entries()
+        features = torch.randn(700, 8, device="cuda", requires_grad=True)
+        torch.sparse.mm(adjacency, features).sum().backward()
+        assert features.grad is not None
+        assert features.grad.shape == (700, 8)
+        assert (adjacency @ features).shape == (400, 8)
+        assert gpu.trace().bounds.allocated[1] is None
