@@ -25,18 +25,18 @@ STEPS, ROUNDS = 4, 7
 
 
 def seconds(shape: tuple[int, ...], device: str, precision: torch.dtype, watched: bool) -> float:
-    """Process time of the steps; the model is built before."""
+    """Process time of the optimizer and its steps; the model is built before."""
     *sizes, batch, length = shape
     torch.manual_seed(0)
     with torch.device(device):
         model = Model(*sizes)
         tokens = torch.randint(0, sizes[-1], (batch, length))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    scaler = torch.amp.GradScaler(
-        device, init_scale=256.0, enabled=precision is torch.float16 and device == "cuda"
-    )
     with Watch() if watched else contextlib.nullcontext():
         start = time.process_time()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        scaler = torch.amp.GradScaler(
+            device, init_scale=256.0, enabled=precision is torch.float16 and device == "cuda"
+        )
         for _ in range(STEPS):
             optimizer.zero_grad()
             with torch.autocast(device, dtype=precision):

@@ -38,7 +38,7 @@ class NameBook:
     def roots(self) -> list[nn.Module]:
         """Known modules that no other known module contains, in the order they were met."""
         known = sorted(self._known, key=lambda module: self._order.get(id(module), 0))
-        inner = {id(child) for module in known for child in _descendants(module)}
+        inner = _inside(known)
         return [module for module in known if id(module) not in inner]
 
     def parameters(self) -> list[Tensor]:
@@ -119,6 +119,18 @@ class NameBook:
             self.note(module)
         if len(self._known) != before:
             self._refresh()
+
+
+def _inside(modules: Iterable[nn.Module]) -> set[int]:
+    """Identities of all that ``modules`` contain. Each is entered once, however deep they nest."""
+    inner: set[int] = set()
+    waiting = list(modules)
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in inner:
+                inner.add(id(child))
+                waiting.append(child)
+    return inner
 
 
 def _descendants(module: nn.Module) -> Iterator[nn.Module]:

@@ -525,7 +525,7 @@ class Probes:
 
     def _compare_ties(self, module: nn.Module, before: list[list[str]], how: str) -> None:
         for names in before:
-            if len({id(module.get_parameter(name)) for name in names}) > 1:
+            if len({id(parameter) for parameter in held_as(module, names)}) > 1:
                 self._tell("ties_broken", module, names, how, user_line())
 
     def _around_zero_grad(self, zero: Callable[..., Any]) -> Callable[..., Any]:
@@ -662,6 +662,12 @@ def ties(module: nn.Module) -> list[list[str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def held_as(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
+    """The parameters of these names; one that is no longer there is left out."""
+    present = dict(module.named_parameters(remove_duplicate=False))
+    return [present[name] for name in names if name in present]
 
 
 def _force_unit_scale(scaler: Any, outputs: Any) -> None:

@@ -39,6 +39,8 @@ class RangeWatch(Listener):
     def module_ran(self, module: nn.Module, output: Any) -> None:
         if not self._values or not isinstance(output, Tensor) or not output.requires_grad:
             return
+        if output.device.type != "cpu":
+            return
         if not module._parameters and not module._modules:
             self._note_zeros(module, output)
         if output.dtype is torch.float16:

@@ -14,7 +14,7 @@ from pytest_vram.findings import Finding
 from pytest_vram.frames import user_line
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.names import listed
-from pytest_vram.numerics.probes import Backward, Listener, Update
+from pytest_vram.numerics.probes import Backward, Listener, Update, held_as
 from pytest_vram.numerics.wiring import below_scaling
 
 
@@ -42,7 +42,7 @@ class SilentWatch(Listener):
         self._retained.clear()
         for reference, names, how, line in self._untied:
             module = reference()
-            if module is not None and _train_apart([module.get_parameter(n) for n in names]):
+            if module is not None and _train_apart(held_as(module, names)):
                 self._untie(names, how, line)
 
     def _untie(self, names: Sequence[str], how: str, line: str) -> None:

@@ -271,10 +271,10 @@ class TrainingWatch(Listener):
         # update, two where such layers are nested.
         if dead and updates < 4 and any(map(self._began_at_zero, samples.values())):
             return
-        found = [p for p in optimizer_parameters(optimizer) if id(p) in dead and self._is_dead(p)]
         alive = len(dead) < len(samples)
-        weights = any(p.dim() > 1 for p in found)
-        names = self._loop.names.names(found) if alive and weights else []
+        candidates = optimizer_parameters(optimizer) if dead and alive else []
+        found = [p for p in candidates if id(p) in dead and self._is_dead(p)]
+        names = self._loop.names.names(found) if any(p.dim() > 1 for p in found) else []
         names = [name for name in names if "expert" not in name]  # not every token meets each
         self.dead[self._loop.describe(optimizer)] = names, updates
 
@@ -496,12 +496,15 @@ class TrainingWatch(Listener):
             if not names:
                 continue
             verb = "is" if len(names) == 1 else "are"
+            plural = "" if len(names) == 1 else "s"
+            looked = [str(update) for update in range(1, updates + 1) if _power_of_two(update)]
             result.append(
                 Finding(
                     "untrained",
                     "warn",
-                    f"the gradients of {listed(names)} {verb} exactly 0 at each of {updates} "
-                    f"updates of {owner}, while others are not: nothing trains them",
+                    f"the gradient{plural} of {listed(names)} {verb} exactly 0 at updates "
+                    f"{listed(looked, len(looked))} of {owner}, while others are not: nothing "
+                    "trains them",
                     tuple(f"{name} gave nothing but zeros" for name in silent[:4]),
                     "look for a factor 0, a gate or ReLU that never opens (its bias, the learning "
                     "rate), an all-zero mask; in float16 without a scaler for gradients under 6e-8",

@@ -178,7 +178,7 @@ def test_a_relu_that_never_opens() -> None:
 
     text = warning(body)
     assert text.startswith(
-        "the gradients of 0.weight, 0.bias and 2.weight are exactly 0 at each of 2 updates of "
+        "the gradients of 0.weight, 0.bias and 2.weight are exactly 0 at updates 1 and 2 of "
         "optimizer SGD, while others are not: nothing trains them\n"
         "  1 (ReLU) gave nothing but zeros\n"
     )
