@@ -7,13 +7,31 @@ are sums over blocks. It shares nothing with pytest_vram.sim.allocator but the p
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MIB = 1 << 20
 
 
 class NoMemoryError(Exception):
     pass
+
+
+class Lane(NamedTuple):
+    """Where a request looks: a private pool (0: none), its small or large blocks, a stream."""
+
+    pool: int
+    small: bool
+    stream: int
+
+
+@dataclass
+class Pool:
+    users: int = 0
+    mallocs: int = 0
+    no_split: bool = False
+    use_on_oom: bool = False
 
 
 @dataclass(eq=False)
@@ -29,8 +47,7 @@ class Block:
 
 @dataclass(eq=False)
 class Segment:
-    small: bool
-    stream: int
+    lane: Lane
     order: int
     blocks: list[Block]
     granule: int = 0  # of an expandable segment
@@ -71,8 +88,14 @@ class Naive:
         self.segments: list[Segment] = []
         self.addresses = Addresses(base)
         self.numbers = 0
-        self.searches = {True: 0, False: 0}
+        self.searches: dict[tuple[int, bool], int] = {}  # by pool and size class
         self.events: dict[int, list[Block]] = {}
+        self.busy: set[int] = set()  # streams that pass no event
+        self.pools: dict[int, Pool] = {}
+        self.captures: list[tuple[int, int | None]] = []  # pool, the stream it is for
+        self.deferred: list[Block] = []
+        self.captured: dict[int, set[int]] = {}  # id of a block: its uses during captures
+        self.log: list[tuple[str, int, int]] = []  # what a listener hears
         self.peaks: dict[str, int] = {}
         self.retries = self.ooms = 0
 
@@ -85,7 +108,7 @@ class Naive:
             ("small_pool", (True,)),
             ("large_pool", (False,)),
         ):
-            segments = [segment for segment in self.segments if segment.small in sizes]
+            segments = [segment for segment in self.segments if segment.lane.small in sizes]
             blocks = [block for segment in segments for block in segment.mapped()]
             held = [block for block in blocks if block.state == "held"]
             active = [block for block in blocks if block.state in ("held", "late")]
@@ -137,24 +160,27 @@ class Naive:
         return math.ceil(size / 512) * 512
 
     def malloc(self, requested: int, stream: int) -> Block:
-        for events in list(self.events.values()):
-            while events:
-                self.pass_event(events.pop(0))
+        if not self.captures:
+            self.settle()
+            self.pass_events(lambda stream, block: stream not in self.busy)
         size = self.round(requested)
-        small = size <= MIB
-        found = self.find(size, small, stream)
+        lane = Lane(self.chosen_pool(stream), size <= MIB, stream)
+        found = self.find(size, lane)
         if found is None and self.collecting:
             self.collect_garbage()
         if found is None:
-            found = self.reserve(size, small, stream)
-        if found is None and self.release_oversize(size, small, stream):
-            found = self.reserve(size, small, stream)
-        if found is None:
+            found = self.reserve(size, lane)
+        if found is None and not lane.pool:
+            found = self.overflow(size, lane)
+        if found is None and self.release_oversize(size, lane):
+            found = self.reserve(size, lane)
+        if found is None and not self.captures:
             self.empty_cache()
             self.retries += 1
-            found = self.reserve(size, small, stream)
+            found = self.reserve(size, lane)
         if found is None:
             self.ooms += 1
+            self.log.append(("oom", self.total - self.reserved, size))
             raise NoMemoryError
         segment, block = found
         self.split(segment, block, size)
@@ -165,13 +191,15 @@ class Naive:
 
     def split(self, segment: Segment, block: Block, size: int) -> None:
         rest = block.size - size
-        if segment.small or self.config.expandable_segments:
+        if segment.lane.pool and self.pools[segment.lane.pool].no_split:
+            wanted = False
+        elif segment.lane.small or self.config.expandable_segments:
             wanted = rest >= 512
         else:
             wanted = size < self.config.max_split_size and rest > MIB
         if wanted:
             tail = Block(block.address + size, rest, block.number, "free")
-            tail.since = self.searches[segment.small]
+            tail.since = self.clock(segment)
             block.size = size
             block.number = self.new_number()
             segment.blocks.insert(segment.blocks.index(block) + 1, tail)
@@ -179,22 +207,73 @@ class Naive:
     def free(self, block: Block) -> None:
         if block.uses:
             block.state = "late"
-            for stream in sorted(block.uses):
-                self.events.setdefault(stream, []).append(block)
+            if self.captures:
+                self.deferred.append(block)
+            else:
+                self.wait(block)
         else:
             self.cache(block)
         self.note()
 
-    def pass_event(self, block: Block) -> None:
+    def record_stream(self, block: Block, stream: int) -> None:
+        block.uses.add(stream)
+        if self.captures:
+            self.captured.setdefault(id(block), set()).add(stream)
+
+    def wait(self, block: Block) -> None:
+        self.captured.pop(id(block), None)
+        for stream in sorted(block.uses):
+            self.events.setdefault(stream, []).append(block)
+
+    def settle(self) -> None:
+        """After captures: what was given up in one waits for the streams outside of it."""
+        for block in self.deferred:
+            block.uses -= self.captured.pop(id(block), set())
+            self.wait(block)
+            self.return_if_passed(block)
+        self.deferred = []
+
+    def pass_events(self, passes: Callable[[int, Block], bool]) -> None:
+        """Take back what waits for events that ``passes`` says the device has passed."""
+        for stream in list(self.events):
+            for block in list(self.events[stream]):
+                if passes(stream, block):
+                    self.events[stream].remove(block)
+                    self.return_if_passed(block)
+            if not self.events[stream]:
+                del self.events[stream]
+
+    def return_if_passed(self, block: Block) -> None:
         if not any(block in events for events in self.events.values()):
             self.cache(block)
             self.note()
 
+    # -- pools -----------------------------------------------------------------------------------
+
+    def chosen_pool(self, stream: int) -> int:
+        for pool, only in reversed(self.captures):
+            if only in (None, stream):
+                return pool
+        return 0
+
+    def use_pool(self, pool: int, **options: bool) -> None:
+        self.pools.setdefault(pool, Pool(**options)).users += 1
+
+    def overflow(self, size: int, lane: Lane) -> tuple[Segment, Block] | None:
+        for number, pool in self.pools.items():
+            found = self.find(size, lane._replace(pool=number)) if pool.use_on_oom else None
+            if found is not None:
+                return found
+        return None
+
+    def clock(self, segment: Segment) -> int:
+        return self.searches.get((segment.lane.pool, segment.lane.small), 0)
+
     def cache(self, block: Block) -> None:
-        (segment,) = [segment for segment in self.segments if block in segment.blocks]
+        segment = self.owner(block)
         block.state = "free"
         block.uses = set()
-        block.since = self.searches[segment.small]
+        block.since = self.clock(segment)
         self.merge(segment, block)
 
     def merge(self, segment: Segment, block: Block) -> None:
@@ -219,28 +298,28 @@ class Naive:
             return (block.size, block.number)
         return (block.size, block.address)
 
-    def free_blocks(self, small: bool, stream: int | None = None) -> list[tuple[Segment, Block]]:
+    def free_blocks(
+        self, pool: int, small: bool, stream: int | None = None
+    ) -> list[tuple[Segment, Block]]:
         """In PyTorch's order: by stream, then by size, then by what the version says."""
         found = [
             (segment, block)
             for segment in self.segments
-            if segment.small == small and stream in (None, segment.stream)
+            if segment.lane[:2] == (pool, small) and stream in (None, segment.lane.stream)
             for block in segment.blocks
             if block.state == "free"
         ]
-        return sorted(found, key=lambda pair: (pair[0].stream, *self.order(*pair)))
+        return sorted(found, key=lambda pair: (pair[0].lane.stream, *self.order(*pair)))
 
     @property
     def collecting(self) -> bool:
         return self.allowed is not None and self.config.garbage_collection_threshold > 0
 
-    def find(self, size: int, small: bool, stream: int) -> tuple[Segment, Block] | None:
+    def find(self, size: int, lane: Lane) -> tuple[Segment, Block] | None:
         if self.collecting:
-            self.searches[small] += 1
+            self.searches[lane[:2]] = self.searches.get(lane[:2], 0) + 1
         candidates = [
-            (segment, block)
-            for segment, block in self.free_blocks(small, stream)
-            if block.size >= size
+            (segment, block) for segment, block in self.free_blocks(*lane) if block.size >= size
         ]
         if not candidates:
             return None
@@ -273,8 +352,8 @@ class Naive:
 
     # -- the device ------------------------------------------------------------------------------
 
-    def reserve(self, size: int, small: bool, stream: int) -> tuple[Segment, Block] | None:
-        if small:
+    def reserve(self, size: int, lane: Lane) -> tuple[Segment, Block] | None:
+        if lane.small:
             wanted = 2 * MIB
         elif size < 10 * MIB:
             wanted = self.config.large_segment
@@ -283,16 +362,24 @@ class Naive:
         if self.allowed is not None and self.reserved + wanted > self.allowed:
             return None
         if self.config.expandable_segments:
-            return self.expand(size, small, stream)
-        if self.reserved + wanted > self.total:
+            found = self.expand(size, lane)
+        else:
+            found = self.new_segment(wanted, lane)
+        if found is not None and lane.pool:
+            self.pools[lane.pool].mallocs += 1
+        return found
+
+    def new_segment(self, size: int, lane: Lane) -> tuple[Segment, Block] | None:
+        if self.reserved + size > self.total:
             return None
-        block = Block(self.addresses.take(wanted), wanted, self.new_number(), "free")
-        segment = Segment(small, stream, len(self.addresses.taken) and self.new_number(), [block])
+        block = Block(self.addresses.take(size), size, self.new_number(), "free")
+        segment = Segment(lane, self.new_number(), [block])
         self.segments.append(segment)
+        self.log.append(("segment_alloc", block.address, size))
         return segment, block
 
-    def expand(self, size: int, small: bool, stream: int) -> tuple[Segment, Block] | None:
-        segment, block = self.place(size, small, stream)
+    def expand(self, size: int, lane: Lane) -> tuple[Segment, Block] | None:
+        segment, block = self.place(size, lane)
         while block.state == "unmapped" or block.size < size:
             at = segment.blocks.index(block)
             if block.state == "unmapped":
@@ -309,17 +396,18 @@ class Naive:
                 segment.blocks.insert(segment.blocks.index(target) + 1, rest)
                 target.size = pages
             target.state = "free"
-            target.since = self.searches[small]
+            target.since = self.clock(segment)
+            self.log.append(("segment_map", target.address, pages))
             self.merge(segment, target)
             self.note()
             block = target
         return segment, block
 
-    def place(self, size: int, small: bool, stream: int) -> tuple[Segment, Block]:
+    def place(self, size: int, lane: Lane) -> tuple[Segment, Block]:
         unmapped = [
             (block.address, segment, block)
             for segment in self.segments
-            if segment.granule and segment.small == small and segment.stream == stream
+            if segment.granule and segment.lane == lane
             for block in segment.blocks
             if block.state == "unmapped"
         ]
@@ -334,24 +422,31 @@ class Naive:
                 room += following.size
             if room >= size:
                 return segment, segment.blocks[at]
-        granule = 2 * MIB if small else self.config.large_segment
+        granule = 2 * MIB if lane.small else self.config.large_segment
         space = math.ceil((self.total + self.total // 8) / granule) * granule
         block = Block(self.addresses.take(space), space, self.new_number(), "unmapped")
-        segment = Segment(small, stream, self.new_number(), [block], granule)
+        segment = Segment(lane, self.new_number(), [block], granule)
         self.segments.append(segment)
         return segment, block
 
     def release(self, segment: Segment) -> None:
         self.segments.remove(segment)
-        self.addresses.give_back(segment.blocks[0].address)
+        (block,) = segment.blocks
+        self.addresses.give_back(block.address)
+        self.log.append(("segment_free", block.address, block.size))
+        self.count_out(segment)
         self.note()
 
-    def release_oversize(self, size: int, small: bool, stream: int) -> bool:
+    def count_out(self, segment: Segment) -> None:
+        if segment.lane.pool:
+            self.pools[segment.lane.pool].mallocs -= 1
+
+    def release_oversize(self, size: int, lane: Lane) -> bool:
         limit = self.config.max_split_size
         if limit == (1 << 64) - 1:
             return False
         wanted = max(size, limit)
-        blocks = self.free_blocks(small, stream)
+        blocks = self.free_blocks(*lane)
         enough = [pair for pair in blocks if pair[1].size >= wanted]
         if enough and not enough[0][0].granule:
             self.release(enough[0][0])
@@ -368,12 +463,12 @@ class Naive:
     def collect_garbage(self) -> None:
         assert self.allowed is not None
         target = self.reserved - int(self.config.garbage_collection_threshold * self.allowed)
-        now = self.searches[False]
+        now = self.searches.get((0, False), 0)
         freed = 0
         while freed < target:
             whole = [
                 (segment, block)
-                for segment, block in self.free_blocks(False)
+                for segment, block in self.free_blocks(0, False)
                 if len(segment.blocks) == 1
             ]
             if not whole:
@@ -386,14 +481,27 @@ class Naive:
                 freed += block.size
                 self.release(segment)
 
-    def empty_cache(self) -> None:
-        events, self.events = self.events, {}
-        waiting = list(dict.fromkeys(block for queue in events.values() for block in queue))
-        for block in waiting:
-            self.cache(block)
-            self.note()
-        for small in (False, True):
-            free = self.free_blocks(small)
+    def empty_cache(self, only: int | None = None) -> None:
+        if only is None and not self.captures:
+            self.settle()
+            self.pass_events(lambda stream, block: True)
+            self.release_free(0)
+        for number, pool in list(self.pools.items()):
+            if pool.users == 0 and only in (None, number):
+                if only is not None:
+                    self.settle()
+                    self.pass_events(lambda stream, block: self.owner(block).lane.pool == only)
+                self.release_free(number)
+                if pool.mallocs == 0:
+                    del self.pools[number]
+
+    def owner(self, block: Block) -> Segment:
+        (segment,) = [segment for segment in self.segments if block in segment.blocks]
+        return segment
+
+    def release_free(self, pool: int) -> None:
+        for small in (True, False) if pool else (False, True):
+            free = self.free_blocks(pool, small)
             for segment, _ in free:
                 if not segment.granule and len(segment.blocks) == 1:
                     self.release(segment)
@@ -418,8 +526,10 @@ class Naive:
             back = Block(end, block.address + block.size - end, self.new_number(), "free")
             pieces.append(back)
         for piece in pieces:
-            piece.since = self.searches[segment.small]
+            piece.since = self.clock(segment)
         segment.blocks[at : at + 1] = pieces
+        self.log.append(("segment_unmap", begin, end - begin))
+        self.count_out(segment)
         self.merge(segment, middle)
         if len(segment.blocks) == 1:
             self.segments.remove(segment)
@@ -436,6 +546,7 @@ class Naive:
                     run.append(block)
                 elif run:
                     blocks = [(b.address, b.size, b.state) for b in run]
-                    ranges.append((run[0].address, segment.stream, segment.small, blocks))
+                    lane = segment.lane
+                    ranges.append((run[0].address, lane.stream, lane.small, blocks))
                     run = []
         return sorted(ranges)

@@ -386,6 +386,22 @@ def test_a_pool_made_for_the_purpose_helps_out() -> None:
     assert offset(allocator.malloc(50 * MIB)) == 0
 
 
+def test_a_pool_that_helps_out_keeps_the_rest_of_its_block() -> None:
+    allocator = CachingAllocator(64 * MIB)
+    allocator.create_pool((0, 1), use_on_oom=True)
+    allocator.begin_allocate_to_pool((0, 1))
+    block = allocator.malloc(40 * MIB)
+    allocator.end_allocate_to_pool((0, 1))
+    allocator.free(block)
+    first = allocator.malloc(30 * MIB)
+    assert first.address == block.address
+    # The rest is the pool's: a request outside finds it only as this one did, by way of the pool.
+    allocator.begin_allocate_to_pool((0, 1))
+    rest = allocator.malloc(10 * MIB)
+    assert rest.address == first.address + 30 * MIB
+    assert allocator.reserved == 40 * MIB
+
+
 def test_blocks_used_across_a_capture_return_after_it() -> None:
     allocator = make()
     block = allocator.malloc(5 * MIB)

@@ -57,6 +57,31 @@ EVENTS = st.lists(
     ),
     max_size=120,
 )
+#: On a small card, so that most streams of events run out of memory, with pools and busy streams.
+TIGHT = 96 * MIB
+SCARCE_EVENTS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("malloc"),
+            st.sampled_from([4096, 700_000, 3 * MIB, 12 * MIB, 25 * MIB, 40 * MIB]),
+            st.integers(0, 1),
+        ),
+        st.tuples(st.just("malloc"), st.integers(1, 30 * MIB), st.integers(0, 1)),
+        st.tuples(st.just("free"), st.integers(0, 1000), st.just(0)),
+        st.tuples(st.just("free"), st.integers(0, 1000), st.just(0)),
+        st.tuples(st.just("record_stream"), st.integers(0, 1000), st.integers(0, 2)),
+        st.tuples(st.just("busy"), st.booleans(), st.integers(0, 2)),
+        st.tuples(st.just("empty_cache"), st.just(0), st.just(0)),
+        st.tuples(st.just("fraction"), st.sampled_from([0.4, 0.7, 1.0]), st.just(0)),
+        st.tuples(st.just("begin"), st.sampled_from([None, 0]), st.integers(1, 3)),
+        st.tuples(st.just("end"), st.just(0), st.integers(1, 3)),
+        st.tuples(st.just("end"), st.just(0), st.integers(1, 3)),
+        st.tuples(st.just("release_pool"), st.just(0), st.integers(1, 3)),
+        st.tuples(st.just("empty_pool"), st.just(0), st.integers(1, 3)),
+    ),
+    min_size=40,
+    max_size=100,
+)
 
 
 def layout(allocator: CachingAllocator) -> list[Any]:
@@ -75,10 +100,19 @@ def layout(allocator: CachingAllocator) -> list[Any]:
 class Pair:
     """The allocator and its model, driven together and compared after every event."""
 
-    def __init__(self, conf: str, version: tuple[int, int]) -> None:
+    def __init__(self, conf: str, version: tuple[int, int], total: int = TOTAL) -> None:
         self.version = version
-        self.real = CachingAllocator(TOTAL, conf, addresses=FirstFit(BASE), version=version)
-        self.model = Naive(TOTAL, Config().updated(conf, version), version, BASE)
+        self.total = total
+        self.model = Naive(total, Config().updated(conf, version), version, BASE)
+        self.log: list[tuple[str, int, int]] = []
+        self.real = CachingAllocator(
+            total,
+            conf,
+            addresses=FirstFit(BASE),
+            version=version,
+            event_ready=lambda stream: stream not in self.model.busy,
+            listener=lambda kind, address, size, _: self.log.append((kind, address, size)),
+        )
         self.live: list[tuple[Block, Any]] = []
 
     def run(self, event: str, value: Any, stream: int) -> None:
@@ -92,13 +126,13 @@ class Pair:
                 self.model.free(model)
             elif stream != real.stream:
                 self.real.record_stream(real, stream)
-                model.uses.add(stream)
+                self.model.record_stream(model, stream)
         elif event == "empty_cache":
             self.real.empty_cache()
             self.model.empty_cache()
         elif event == "fraction":
             self.real.set_memory_fraction(value)
-            self.model.allowed = None if value == 1.0 else int(value * TOTAL)
+            self.model.allowed = None if value == 1.0 else int(value * self.total)
         elif event == "reset_peak":
             self.real.reset_peak()
             self.model.reset_peak()
@@ -106,6 +140,33 @@ class Pair:
             with suppress(InvalidConfig):  # e.g. max_split_size below the large segments' size
                 self.real.configure(value)
                 self.model.config = self.model.config.updated(value, self.version)
+
+        elif event == "busy":
+            (self.model.busy.add if value else self.model.busy.discard)(stream)
+        else:
+            self.use_pool(event, value, stream)
+
+    def use_pool(self, event: str, value: Any, pool: int) -> None:
+        """What a program may do: hold a pool, allocate to it, give it up once."""
+        mempool = (0, pool)
+        known = self.model.pools.get(pool)
+        captured = pool in [number for number, _ in self.model.captures]
+        if event == "create_pool":
+            self.real.create_pool(mempool, **value)
+            self.model.use_pool(pool, **value)
+        elif event == "begin" and not captured:
+            self.real.begin_allocate_to_pool(mempool, lambda stream: value in (None, stream))
+            self.model.use_pool(pool)
+            self.model.captures.append((pool, value))
+        elif event == "end" and captured:
+            self.real.end_allocate_to_pool(mempool)
+            self.model.captures = [each for each in self.model.captures if each[0] != pool]
+        elif event == "release_pool" and known is not None and known.users > captured:
+            self.real.release_pool(mempool)
+            known.users -= 1
+        elif event == "empty_pool":
+            self.real.empty_cache(mempool)
+            self.model.empty_cache(pool)
 
     def malloc(self, size: int, stream: int) -> None:
         try:
@@ -120,6 +181,7 @@ class Pair:
 
     def compare(self) -> None:
         assert layout(self.real) == self.model.layout()
+        assert self.log == self.model.log  # what was given back, and asked for, in which order
 
     def compare_figures(self) -> None:
         stats = self.real.memory_stats()
@@ -141,4 +203,26 @@ def test_equals_the_naive_model(
     for event in events:
         pair.run(*event)
         pair.compare()
+    pair.compare_figures()
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: ".".join(map(str, version)))
+@pytest.mark.parametrize(
+    "conf", [CONFS[at] for at in (0, 1, 3, 6)], ids=lambda conf: conf or "defaults"
+)
+@settings(max_examples=40, deadline=None)
+@given(events=SCARCE_EVENTS)
+def test_equals_the_naive_model_in_pools_and_out_of_memory(
+    conf: str, version: tuple[int, int], events: list[tuple[str, Any, int]]
+) -> None:
+    pair = Pair(conf, version, TIGHT)
+    for number, options in enumerate(({}, {"no_split": True}, {"use_on_oom": True}), start=1):
+        pair.run("create_pool", options, number)
+    for event in events:
+        pair.run(*event)
+        pair.compare()
+        assert {number: pair.real.pool_users((0, number)) for number in (1, 2, 3)} == {
+            number: pool.users if (pool := pair.model.pools.get(number)) else 0
+            for number in (1, 2, 3)
+        }
     pair.compare_figures()

@@ -59,6 +59,8 @@ class CachingAllocator(Reserve):
         at = bisect_left(keys, taken << PLACE_BITS)
         if at == len(keys) or self._picky:
             block = self._find(lane, taken) or self._obtain(lane, size, taken)
+            lane = block.lane  # a pool that helps out keeps the rest of its block
+            keys = lane.keys
         else:
             block = lane.blocks.pop(keys.pop(at))
 
@@ -350,6 +352,7 @@ class CachingAllocator(Reserve):
             self._insert_events(block)
 
     def _insert_events(self, block: Block) -> None:
+        self._capture_uses.pop(block, None)  # they are this use's; the block may get another
         uses, block.uses = block.uses or set(), None
         for stream in sorted(uses):
             block.events += 1
@@ -359,7 +362,7 @@ class CachingAllocator(Reserve):
         """After a capture: wait for the streams that used the block outside of it."""
         for block in self._deferred:
             if block.uses is not None:
-                block.uses -= self._capture_uses.pop(block, set())
+                block.uses -= self._capture_uses.get(block, set())
             self._insert_events(block)
             if block.events == 0:
                 self._return(block)

@@ -1,7 +1,7 @@
 """Expandable segments: address space reserved once, memory mapped into it as it is needed.
 
 Read from Note [Expandable Segments] and ``try_allocate_expandable_block``, ``map_block``,
-``unmap_block`` in c10/cuda/CUDAReserve.cpp.
+``unmap_block`` in c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from __future__ import annotations
