@@ -259,15 +259,18 @@ class MarkedRun:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.worker or (not self.session.attempts and self.session.summary.silent):
             return
-        from pytest_vram.reports.terminal import report
+        from pytest_vram.reports.terminal import fitted, report
 
         writer = terminalreporter
+        width = self.config.get_terminal_writer().fullwidth
         lines = report(
             self.session.records,
             self.session.summary,
-            width=self.config.get_terminal_writer().fullwidth,
+            width=width,
             verbosity=self.config.get_verbosity(),
         )
+        if writer.isatty:
+            lines = fitted(lines, width)
         if lines:
             writer.section("vram")
         moods = {"ok": {"green": True}, "warn": {"yellow": True}, "fail": {"red": True}}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from pytest_vram.planning.activations import Recompute
-from pytest_vram.planning.plan import Offload, Parallel, Plan, Setup, make_plan
+from pytest_vram.planning.plan import Offload, Plan, Setup, make_plan
 from pytest_vram.planning.shapes import PlanError
 from pytest_vram.planning.states import OPTIMIZERS, PRECISIONS, Lora
 
@@ -312,8 +312,3 @@ def _precision(name: str) -> Change:
 
 def _optimizer(name: str) -> Change:
     return lambda s: replace(s, optimizer=OPTIMIZERS[name])
-
-
-def sharded(setup: Setup, ranks: int, stage: int = 3) -> Setup:
-    """The same run over ``ranks`` data-parallel ranks with ZeRO ``stage``."""
-    return replace(setup, parallel=Parallel(data=ranks, zero=stage))

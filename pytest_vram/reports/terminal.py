@@ -17,6 +17,8 @@ from pytest_vram.tables import largest_table, listed, moment_table
 from pytest_vram.uncertain import interval_lines, part_names
 
 GAP = "  "
+#: The space between a figure and its unit.
+_UNIT = re.compile(r"(?<=\d) (?=(?:bytes|[KMGT]iB|%)(?!\w))")
 MARGIN = 6
 #: Marked tests without figures that are listed, without ``-v``.
 MISSING_SHOWN = 10
@@ -48,6 +50,27 @@ def report(
     lines += _missing(summary, verbosity)
     lines += _updates(summary, verbosity)
     return lines
+
+
+def fitted(lines: Sequence[Line], width: int) -> list[Line]:
+    """``lines`` for the screen of a terminal: longer ones go on, further in, between two words.
+
+    Only a screen needs that. In a file or a log each sentence stays on one line, where ``grep``
+    finds it whole.
+    """
+    return [Line(part, line.mood) for line in lines for part in _broken(line.text, width)]
+
+
+def _broken(text: str, width: int) -> list[str]:
+    if len(text) <= width:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip()) + 4)
+    # A path that is wider than the screen is left to the terminal; a figure stays with its unit.
+    joined = _UNIT.sub("\N{NO-BREAK SPACE}", text)
+    parts = wrap(
+        joined, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [part.replace("\N{NO-BREAK SPACE}", " ") for part in parts]
 
 
 # ---- the table

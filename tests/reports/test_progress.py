@@ -151,10 +151,10 @@ def test_where_nothing_may_be_shown(monkeypatch, out, options, term):
     assert out.getvalue() == ""
 
 
-def on_terminal(path: Path, *args: str) -> str:
+def on_terminal(path: Path, *args: str, source: str = SOURCE) -> str:
     """What pytest writes to a terminal of 80 columns."""
     pty = pytest.importorskip("pty", reason="needs pseudo-terminals")
-    (path / "test_a.py").write_text(SOURCE)
+    (path / "test_a.py").write_text(source)
     (path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     parent, child = pty.openpty()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTEST_ADDOPTS": ""}
@@ -204,3 +204,10 @@ def test_tests_of_workers_are_seen_and_leave_no_trace(tmp_path, verbose):
     screen = Screen().feed(text)
     assert any("running test_a.py::test_trains" in line for line in screen.seen)
     assert not any("running" in line for line in screen.lines)
+
+
+def test_sentences_of_the_report_are_broken_between_words(tmp_path):
+    source = SOURCE.replace("\ndef test_plain(): pass", "    torch.cuda.CUDAGraph()")
+    lines = on_terminal(tmp_path, "--color=no", source=source).replace("\r", "").splitlines()
+    at = lines.index("test_trains: numbers were not checked: torch.cuda.CUDAGraph at test_a.py:10")
+    assert lines[at + 1] == "    test_trains: a CPU replays no graphs"

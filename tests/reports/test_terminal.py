@@ -11,7 +11,7 @@ from pytest_vram.comparison import record_of
 from pytest_vram.findings import Finding
 from pytest_vram.marker import Budget
 from pytest_vram.record import PassRecord, ScalerStep
-from pytest_vram.reports.terminal import report
+from pytest_vram.reports.terminal import Line, fitted, report
 from pytest_vram.session import Summary
 
 H100 = replace(A100, kind="cuda", gpu="NVIDIA H100 80GB HBM3")
@@ -34,6 +34,28 @@ def test_one_simulated_test() -> None:
         "simulated on a100-80gb, torch 2.13.0, to the byte and without values",
         "numbers: 1 by a real run on the CPU",
     ]
+
+
+def test_prose_goes_on_further_in_on_a_screen() -> None:
+    path = "tests/models/a_directory_with_a_long_name/test_transformers_of_every_kind.py:41"
+    lines = [
+        Line("test_x: peak allocated is now 70.1 MiB, 70 % of the budget", "ok"),
+        Line("test_x: the loss scale 65536 is too high for 3 of 20 optimizer steps here", "warn"),
+        Line(f"  cause: kept 1.20 GiB and then 350 MiB by {path} after each step"),
+    ]
+    assert fitted(lines, 40) == [
+        Line("test_x: peak allocated is now 70.1 MiB,", "ok"),
+        Line("    70 % of the budget", "ok"),
+        Line("test_x: the loss scale 65536 is too high", "warn"),
+        Line("    for 3 of 20 optimizer steps here", "warn"),
+        Line("  cause: kept 1.20 GiB and then 350 MiB"),
+        Line("      by"),
+        Line(f"      {path}"),
+        Line("      after each step"),
+    ]
+    assert fitted(lines, 160) == lines
+    figure = Line("peak allocated is now 70.1 MiB")
+    assert fitted([figure], 28) == [Line("peak allocated is now"), Line("    70.1 MiB")]
 
 
 def test_all_columns() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_vram.sim.kernels import Card, Give, Step, Take, versions
-from pytest_vram.sim.kernels.iterator import Dimensions, Layout, contiguous, dimensions
+from pytest_vram.sim.kernels.iterator import Dimensions, Layout, dimensions
 
 _MIN_VALUES, _MAX_VALUES = 16, 256
 
@@ -169,8 +169,3 @@ def _output_vector(space: Dimensions, reduced: int, itemsize: int) -> int:
         while n % vector:
             vector //= 2
     return vector
-
-
-def result_of(source: Layout, dims: Sequence[int], itemsize: int) -> Layout:
-    """The contiguous result of reducing ``source`` over ``dims`` without keeping them."""
-    return contiguous(reduced_shape(source.shape, dims, False), itemsize)
