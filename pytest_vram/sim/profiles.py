@@ -3,8 +3,11 @@
 Limits that depend only on the compute capability come from NVIDIA's CUDA C++ Programming Guide
 (table "Technical Specifications per Compute Capability"). Multiprocessors and L2 come from the
 cards' data sheets; ``memory`` is ``cudaDeviceProp.totalGlobalMem`` as drivers print it, in bytes
-where a device query gave bytes and otherwise rounded down to the MiB that PyTorch prints. Driver
-versions move it by up to 1 %.
+where a device query gave bytes (GTX 1080 Ti: deviceQuery, 11,715,084,288) and otherwise rounded
+down to the MiB that ``torch.cuda.get_device_properties`` prints (A40: 45416MB, RTX 4070 Ti SUPER:
+15934MB, RTX 5080: 16302MB). Driver versions move it by up to 1 %: other machines print 15974MB for
+the RTX 4070 Ti SUPER. Two are less certain: of the RTX 4070, 11,837 to 11,994 MiB are on record;
+the GH200's is the capacity in PyTorch's out-of-memory errors, 94.50 GiB.
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ _CARDS = (
     _card("rtx6000-ada", "NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 48622 * MIB, 96 * MIB),
     _card("h100-80gb", "NVIDIA H100 80GB HBM3", (9, 0), 132, 84_942_979_072, 50 * MIB),
     _card("h100-pcie", "NVIDIA H100 PCIe", (9, 0), 114, 81008 * MIB, 50 * MIB),
-    _card("gh200-96gb", "NVIDIA GH200 480GB", (9, 0), 132, 97157 * MIB, 60 * MIB),
+    _card("gh200-96gb", "NVIDIA GH200 480GB", (9, 0), 132, 96768 * MIB, 60 * MIB),
     _card("h200-141gb", "NVIDIA H200", (9, 0), 132, 150_110_011_392, 60 * MIB),
     _card("b200", "NVIDIA B200", (10, 0), 148, 182642 * MIB, 132_644_864),
     _card("rtx5080", "NVIDIA GeForce RTX 5080", (12, 0), 84, 16302 * MIB, 64 * MIB),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,44 @@ def test_own():
         "test_train.py:13 train was given a tensor that lies on the real card (torch.float32, "
         "[512, 512]), from before the pass; make it in the test or in a fixture of function scope"
     ) in text
+
+
+def test_a_measured_test_shows_the_closed_form(on_stub: OnStub, tmp_path: Path) -> None:
+    """Where the model's shape is recognised, in ``-v``, a measured peak has the planned one beside
+    it; here they are within 5 %."""
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    (tmp_path / "test_train.py").write_text(
+        """
+import pytest
+import torch
+import transformers
+
+@pytest.mark.vram_budget("2 GiB", steps=2)
+def test_gpt2(vram):
+    sizes = dict(n_embd=512, n_layer=4, n_head=8, vocab_size=8000, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(**sizes)
+    model = transformers.GPT2LMHeadModel(config).to(vram.device)
+    ids = torch.randint(0, 8000, (4, 256), device=vram.device)
+    vram.train(model, torch.optim.AdamW(model.parameters()), lambda: model(ids, labels=ids).loss)
+"""
+    )
+    code, lines = on_stub(
+        f"""
+        import contextlib, importlib.metadata, io, pytest
+        import transformers
+        arguments = [{str(tmp_path)!r}, "-v", "-p", "no:cacheprovider"]
+        if not importlib.metadata.entry_points(group="pytest11", name="vram"):
+            arguments += ["-p", "pytest_vram.plugin"]  # the package is on the path, not installed
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            code = pytest.main(arguments)
+        answer([int(code), out.getvalue().splitlines()])
+    """
+    )
+    text = "\n".join(lines)
+    assert code == 0, text
+    assert "measured on NVIDIA A100-SXM4-80GB, torch 2." in text
+    shown = re.search(r"closed form (\S+) MiB, the test took (\S+) MiB", text)
+    assert shown, text
+    planned, measured = map(float, shown.groups())
+    assert measured == pytest.approx(planned, rel=0.05)
