@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from pytest_vram.sim import (  # noqa: F401  (fastpath, sparse: their handlers)
+from pytest_vram.sim import (  # noqa: F401  (fastpath, sampling, sparse: their handlers)
     errors,
     fastpath,
     inplace,
     products,
+    sampling,
     shapes,
     sparse,
 )

@@ -36,6 +36,7 @@ _CONTIGUOUS = {
 _AS_FIRST = {
     aten.upsample_bilinear2d.default,
     aten.upsample_bilinear2d_backward.default,
+    aten.upsample_trilinear3d.default,
 }
 
 #: TensorIterators over the operands as they stand in the call (Activation.cpp, BinaryOps.cpp),

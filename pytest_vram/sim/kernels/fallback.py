@@ -25,23 +25,23 @@ def _names(text: str) -> frozenset[str]:
 #: (fixtures/kernels), on all the shapes and dtypes there.
 PLAIN = _names(
     """
-    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
+    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
     _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _cdist_forward _dirichlet_grad
     _embedding_bag_per_sample_weights_backward _fused_adam_ _fused_adamw_ _fused_sgd_
     _pdist_forward _prelu_kernel _prelu_kernel_backward _standard_gamma _standard_gamma_grad
     _unsafe_view binomial
     _upsample_nearest_exact2d_backward _weight_norm_interface _weight_norm_interface_backward
-    adaptive_max_pool3d adaptive_max_pool3d_backward addr avg_pool3d avg_pool3d_backward
+    adaptive_max_pool3d adaptive_max_pool3d_backward addr avg_pool3d_backward
     batch_norm_backward_elemt batch_norm_elemt batch_norm_gather_stats_with_counts
     binary_cross_entropy_backward block_diag cat channel_shuffle constant_pad_nd cummax cummin
     diag_embed diagonal_backward elu_backward flip floor_divide fractional_max_pool2d
     fractional_max_pool2d_backward gather glu glu_backward grid_sampler_2d
     grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward hardshrink_backward
     hardsigmoid_backward hardswish hardswish_backward hardtanh_backward huber_loss_backward
-    index_fill_ index_reduce_ kthvalue leaky_relu_backward linalg_cross log_sigmoid_backward
+    index_fill_ index_reduce_ leaky_relu_backward linalg_cross log_sigmoid_backward
     log_sigmoid_forward masked_fill_ max_pool3d_with_indices max_pool3d_with_indices_backward
-    max_unpool2d median mode mse_loss_backward multi_margin_loss_backward
-    multilabel_margin_loss_backward nanmedian nll_loss2d_backward nll_loss_backward norm
+    max_unpool2d mode mse_loss_backward multi_margin_loss_backward
+    multilabel_margin_loss_backward nll_loss2d_backward nll_loss_backward norm
     pixel_shuffle pixel_unshuffle poisson put put_ reflection_pad1d reflection_pad1d_backward
     reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward repeat
     replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward
@@ -49,8 +49,8 @@ PLAIN = _names(
     scatter_reduce_ select_backward slice_backward smooth_l1_loss_backward softplus_backward
     softshrink_backward stack take trace tril tril_ triu upsample_bicubic2d upsample_bilinear2d
     upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward upsample_nearest1d
-    upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d
-    upsample_nearest3d_backward upsample_trilinear3d upsample_trilinear3d_backward
+    upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
+    upsample_trilinear3d upsample_trilinear3d_backward
     """
 )
 

@@ -309,12 +309,15 @@ def masked_select(
 def masked_scatter(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """A prefix sum of the mask says where each value comes from."""
+    """A prefix sum of the mask, expanded to what it masks, says where each value comes from."""
     yield Out(0)
-    n = int(args[0].numel())
+    mask, n = args[1], int(args[0].numel())
     if n:
         yield Take("prefix", n * _LONG, "prefix sum of the mask")
+        if int(mask.numel()) != n or not mask.is_contiguous():
+            yield Take("mask", n, "contiguous mask")
         yield from cub.storage(cub.scan(n, 8, card), "mask sum")
+        yield Give("mask")
         yield Give("prefix")
 
 

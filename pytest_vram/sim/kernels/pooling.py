@@ -161,7 +161,25 @@ def _results(outputs: Outputs) -> list[Take]:
     ]
 
 
-@rule(aten.adaptive_max_pool2d.default, "aten::_upsample_bilinear2d_aa")
+@rule("aten::_adaptive_avg_pool3d")
+def adaptive_avg_pool3d(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """AdaptiveAveragePooling3d.cu: of a contiguous copy."""
+    copies = _copies(True, args[0])
+    yield from copies
+    yield Out(0)
+    for step in copies:
+        yield Give(step.key)
+
+
+@rule(
+    aten.adaptive_max_pool2d.default,
+    aten.avg_pool3d.default,
+    aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact3d.default,
+    "aten::_upsample_bilinear2d_aa",
+)
 def strict_forward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:

@@ -23,6 +23,7 @@ from pytest_vram.sim.kernels import (
     outs,
     rule,
     scratch,
+    size_of,
     versions,
 )
 from pytest_vram.sim.kernels.iterator import Layout, contiguous, dense_like, is_flat, layout
@@ -218,11 +219,18 @@ def extremum_index(
 def extrema(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
+    """Of all elements: those of a contiguous copy (``aminmax_out``, ReduceOps.cpp, v2.14.1)."""
     yield from outs(outputs)
-    dims = chosen_dims(argument(args, kwargs, 1, "dim"))
-    yield from _plain(
-        layout(args[0]), dims, outputs, Kind(2 * args[0].element_size(), in_output=False), card
-    )
+    source, dim = args[0], argument(args, kwargs, 1, "dim")
+    copied = dim is None and not source.is_contiguous()
+    plain = layout(source)
+    if copied:
+        yield Take("dense", size_of(source), "contiguous input")
+        plain = contiguous(tuple(source.shape), source.element_size())
+    kind = Kind(2 * source.element_size(), in_output=False)
+    yield from _plain(plain, chosen_dims(dim), outputs, kind, card)
+    if copied:
+        yield Give("dense")
 
 
 @rule(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)

@@ -155,6 +155,34 @@ def median(
         yield Give("flat")
 
 
+@rule(aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim)
+def selected(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """One element of each slice, of a contiguous copy (Sorting.cpp, v2.14.1)."""
+    yield from _of_dense(args[0], outputs, "input")
+
+
+@rule("aten::_sample_dirichlet")
+def sample_dirichlet(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Gamma samples over their sums (Distributions.cpp, ``_s_dirichlet_cuda``, v2.14.1)."""
+    result = outputs[0]
+    assert result is not None
+    yield Out(0)
+    yield from scratch(size_of(result[..., :1]), "sums of the gamma samples")
+
+
+def _of_dense(source: Tensor, outputs: Outputs, what: str) -> Iterator[Step]:
+    copied = not source.is_contiguous()
+    if copied:
+        yield Take("dense", size_of(source), f"contiguous {what}")
+    yield from outs(outputs)
+    if copied:
+        yield Give("dense")
+
+
 def _several_blocks(slices: int, size: int) -> bool:
     """``should_use_multiblock``: (slices up to, elements from)."""
     for limit, least in ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000)):
@@ -166,7 +194,7 @@ def _several_blocks(slices: int, size: int) -> bool:
     return slices > 8192 and size >= 300
 
 
-@rule(aten.topk.default)
+@rule(aten.topk.default, aten.topk.values)
 def topk(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
