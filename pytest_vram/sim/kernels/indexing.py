@@ -314,10 +314,12 @@ def masked_scatter(
     mask, n = args[1], int(args[0].numel())
     if n:
         yield Take("prefix", n * _LONG, "prefix sum of the mask")
-        if int(mask.numel()) != n or not mask.is_contiguous():
+        copied = int(mask.numel()) != n or not mask.is_contiguous()
+        if copied:
             yield Take("mask", n, "contiguous mask")
         yield from cub.storage(cub.scan(n, 8, card), "mask sum")
-        yield Give("mask")
+        if copied:
+            yield Give("mask")
         yield Give("prefix")
 
 
