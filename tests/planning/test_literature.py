@@ -8,10 +8,10 @@ import literature as lit
 import pytest
 
 from pytest_vram.commands.plan_report import both
-from pytest_vram.planning.activations import Recompute
+from pytest_vram.planning.activations import Forward, Recompute, Sharding, layer_bytes
 from pytest_vram.planning.configs import named
-from pytest_vram.planning.plan import Setup, make_plan
-from pytest_vram.planning.shapes import decoder
+from pytest_vram.planning.plan import Parallel, Setup, make_plan
+from pytest_vram.planning.shapes import Tower, decoder
 from pytest_vram.planning.states import (
     OPTIMIZERS,
     PRECISIONS,
@@ -244,3 +244,42 @@ def test_megatron_with_sequence_parallelism_and_interleaving():
     whole = lit.MegatronRun(sequence=512, batch=2, pipeline=4)
     half = lit.megatron_activations(shape, short, sequence_parallel=True)
     assert half == lit.megatron_activations(shape, whole, sequence_parallel=True) // 2
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (8, False), (8, True)])
+@pytest.mark.parametrize(
+    ("hidden", "heads", "batch"),
+    [(6144, 64, 4), (12288, 96, 1), (20480, 128, 1), (25600, 160, 1)],
+    ids=["22B", "175B", "530B", "1T"],
+)
+def test_the_planners_layer_is_korthikantis(hidden, heads, batch, tensor, sequence, recompute):
+    """Table 2 of arXiv 2205.05198 for the models of its table 3: tensor by tensor, the planner
+    comes to the same bytes (the statistics of two norms, 8 bytes a token each, the paper leaves
+    out)."""
+    tower = Tower(
+        layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, fused_qkv=True, softmax_fp32=False
+    )
+    run = Forward(batch, 2048, PRECISIONS["bf16-plain"], attention="explicit", dropout=0.1)
+    made = layer_bytes(tower, run, Recompute(recompute), Sharding(tensor, sequence))
+    statistics = 2 * 8 * run.tokens // (tensor if sequence else 1)
+    assert made - statistics == lit.korthikanti_layer(
+        batch,
+        2048,
+        hidden,
+        heads,
+        tensor=tensor,
+        sequence_parallel=sequence,
+        recompute=recompute,
+    )
+
+
+def test_llama_3_70b_over_eight_tensor_ranks():
+    """8 of 64 query heads, one of 8 key/value heads, 3,584 of 28,672 inner values and 16,032 of
+    128,256 rows a rank; the 161 norms are whole on each."""
+    shape = named("llama-3-70b")
+    layer = 8192 * (2 * 8 * 128 + 2 * 128) + 3 * 8192 * 3584
+    rank = 80 * layer + 2 * 16032 * 8192 + 161 * 8192
+    assert rank == 8_820_367_360
+    setup = Setup(shape, precision=PRECISIONS["bf16-plain"], parallel=Parallel(tensor=8))
+    assert make_plan(setup).bills["parameters"] == pytest.approx(2 * rank, abs=1024)
