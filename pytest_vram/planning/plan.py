@@ -35,7 +35,8 @@ from pytest_vram.planning.states import (
     quantised_size,
 )
 
-#: The lines of a ledger, in the order in which reports print them.
+#: The lines of a ledger, in the order in which reports print them. They are those of
+#: ``pytest_vram.trace``, which formulas do not import; a test holds the two together.
 BILLS = (
     "parameters",
     "gradients",

@@ -169,6 +169,14 @@ def filled_resize(itemsize: int) -> Iterator[Step]:
         yield from scratch(itemsize, "scalar that becomes a view of new memory")
 
 
+def resized_result(outputs: Outputs) -> Iterator[Step]:
+    """The one result, made empty and then resized, as ``index_select`` does."""
+    yield Out(0)
+    result = outputs[0]
+    if result is not None and result.numel():
+        yield from filled_resize(result.element_size())
+
+
 def size_of(tensor: Tensor) -> int:
     """Bytes of a fresh contiguous tensor of this shape and dtype."""
     return int(tensor.numel()) * int(tensor.element_size())

@@ -23,6 +23,7 @@ from pytest_vram.sim.kernels import (
     cub,
     filled_resize,
     outs,
+    resized_result,
     rule,
     size_of,
     versions,
@@ -44,18 +45,11 @@ def embedding(
     """``index_select`` by the flattened indices."""
     indices = args[1]
     if indices.dim() == 1 or is_flat(tuple(indices.shape), indices.stride()):
-        yield from _looked_up(outputs)
+        yield from resized_result(outputs)
         return
     yield Take("flat", size_of(indices), "flattened indices")
-    yield from _looked_up(outputs)
+    yield from resized_result(outputs)
     yield Give("flat")
-
-
-def _looked_up(outputs: Outputs) -> Iterator[Step]:
-    yield Out(0)
-    result = outputs[0]
-    if result is not None and result.numel():
-        yield from filled_resize(result.element_size())
 
 
 @rule(aten.embedding_renorm_.default)

@@ -24,6 +24,7 @@ from pytest_vram.sim.kernels import (
     cub,
     filled_resize,
     outs,
+    resized_result,
     rule,
     scratch,
     size_of,
@@ -389,10 +390,7 @@ def index_copy(
 def index_select(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    yield Out(0)
-    result = outputs[0]
-    if result is not None and result.numel():
-        yield from filled_resize(result.element_size())
+    return resized_result(outputs)
 
 
 @rule(aten.masked_scatter_backward.default)
