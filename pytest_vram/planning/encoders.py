@@ -71,6 +71,7 @@ def _narrow(f: Fields, width: int, *, pooler: bool, shared: bool = False) -> Mod
     shape = assemble(f, tower, tied=True)
     return changed(
         shape,
+        longest=rows,
         embedding_width=width,
         final_norm=False,
         embedding_norm=True,

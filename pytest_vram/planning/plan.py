@@ -147,9 +147,10 @@ class Setup:
             raise PlanError(f"dropout is a share between 0 and 1, not {self.dropout}")
         if self.quantisation and self.lora is None:
             raise PlanError("quantised weights cannot be trained: add LoRA adapters")
-        if self.shape.positions and self.sequence > self.shape.positions:
+        limit = self.shape.positions or self.shape.longest
+        if limit and self.sequence > limit:
             raise PlanError(
-                f"{self.shape.name} has {self.shape.positions} positions, "
+                f"{self.shape.name} has {limit} positions, "
                 f"not {self.sequence} (a longer sequence cannot be embedded)"
             )
         self.parallel.check(self.shape)

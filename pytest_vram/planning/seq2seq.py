@@ -67,6 +67,7 @@ def bart(f: Fields) -> ModelShape:
         (encoder, decoding),
         vocab=vocab,
         final_norm=early,
+        longest=rows - 2,
         normed_embeddings=True,
         upcast=False,
         wide_logits=True,

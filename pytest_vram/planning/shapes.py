@@ -268,6 +268,7 @@ class ModelShape:
     towers: tuple[Tower, ...]
     vocab: int = 0
     positions: int = 0  #: rows of a learned position table
+    longest: int = 0  #: the longest sequence where that table is one of ``others``
     tied: bool = False  #: the head shares the embedding's tensor
     head: Literal["lm", "classes", "none"] = "lm"
     head_rows: int = 0  #: classes of a classification head

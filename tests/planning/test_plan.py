@@ -278,3 +278,10 @@ def test_sharded_training_gathers_the_experts_of_its_own_rank():
         for parallel in (Parallel(data=8, zero=3), Parallel(data=8, zero=3, expert=8))
     ]
     assert sharded[0] - sharded[1] == (2 * 2 + 2) * (experts - experts // 8)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("bart-large", 1024), ("albert-base-v2", 512)])
+def test_tables_of_positions_counted_apart_limit_the_sequence_too(name, limit):
+    assert make_plan(Setup(named(name), sequence=limit)).peak
+    with pytest.raises(PlanError, match=f"{name} has {limit} positions, not {limit + 1}"):
+        Setup(named(name), sequence=limit + 1)
