@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from pytest_vram.places import shown_from
 from pytest_vram.quantities import format_bytes
 from pytest_vram.record import PassRecord, TestRecord
 from pytest_vram.settings import Settings, find_gpu
+from pytest_vram.subtests import HeldSubtests
 from pytest_vram.verdict import in_order, judge_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class ItemRun:
     say: Callable[[str], None] = lambda text: None  # what is being done, for the terminal
     vram: Vram = field(init=False)
     fixtures: PassFixtures = field(init=False)
+    subtests: HeldSubtests = field(init=False)
     record: TestRecord | None = None
     _outcomes: list[Outcome] = field(default_factory=list)
     _environment: Environment | None = None
@@ -60,6 +62,7 @@ class ItemRun:
     def __post_init__(self) -> None:
         self.vram = Vram(self.budget)
         self.fixtures = PassFixtures(self.item)
+        self.subtests = HeldSubtests(self.item, _ends_the_pass)
 
     # ---- running
 
@@ -101,12 +104,16 @@ class ItemRun:
         def run() -> None:
             __tracebackhide__ = True
             seeds.restore()
-            with self.fixtures.pass_():
+            with self.fixtures.pass_(), self._subtests_of_pass():
                 original()
                 _raise_unittest_error(self.item)
 
         keep = None if self.settings.snapshots is None else self._keep_snapshot
         return Body(run, self.vram.attach, self._owners, FAILURES, self.budget, keep)
+
+    def _subtests_of_pass(self) -> AbstractContextManager[None]:
+        """Subtests of the simulated pass wait for another one's."""
+        return nullcontext() if self.vram.has_values else self.subtests.holding()
 
     def _keep_snapshot(self, kind: str, snapshot: dict[str, Any]) -> None:
         from pytest_vram.reports.snapshots import write_snapshot
@@ -148,6 +155,8 @@ class ItemRun:
         finally:
             if self._real is None:
                 seeds.restore_torch()
+                self.subtests.report()
+            self.subtests.forget()
 
     def _passes_on(self, index: int | None, body: Body) -> None:
         from pytest_vram import passes
@@ -541,6 +550,17 @@ def _simulator_gave_up(error: BaseException) -> bool:
     from pytest_vram.sim.values import DataDependent, NoSimulatedKernel
 
     return isinstance(error, (DataDependent, NoSimulatedKernel))
+
+
+def _ends_the_pass(error: BaseException) -> bool:
+    """Whether an error inside a subtest is one of the simulation, not of the subtest."""
+    import torch
+
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or _simulator_gave_up(error)
+        or _about_devices(error)
+    )
 
 
 def _about_devices(error: BaseException) -> bool:

@@ -147,6 +147,40 @@ def test_x(vram, tmp_path):
     assert outcomes(project.run(cpu=True)) == {"passed": 1}
 
 
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest has subtests since 9.0")
+@pytest.mark.parametrize("cpu", [True, False])
+def test_a_failing_subtest_is_reported_once(project: Project, cpu: bool) -> None:
+    project.write(f"""
+import unittest
+
+class TestCase(unittest.TestCase):
+    {BUDGET}
+    def test_unit(self):
+        for step in range(3):
+            with self.subTest(step=step):
+                loop("cuda")
+                self.assertNotEqual(step, 1)
+
+{BUDGET}
+def test_plain(subtests):
+    for step in range(3):
+        with subtests.test(msg="plain", step=step):
+            loop("cuda")
+            assert step != 1
+
+@pytest.mark.vram_budget("1 GiB", gpu="t4")
+def test_oom(subtests):
+    with subtests.test():
+        torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+""")
+    result = project.run(cpu=cpu)
+    text = result.stdout.str()
+    assert text.count("SUBFAILED(step=1) test_a.py::TestCase::test_unit") == 1
+    assert text.count("SUBFAILED[plain] (step=1) test_a.py::test_plain") == 1
+    assert "FAILED test_a.py::test_plain - contains 1 failed subtest\n" in text
+    assert "FAILED test_a.py::test_oom - Failed: VRAM out of memory: 20.00 GiB asked" in text
+
+
 def test_subtests(project: Project) -> None:
     """pytest 9 reports each of them while the test runs."""
     project.write(f"""
