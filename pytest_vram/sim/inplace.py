@@ -7,8 +7,9 @@ the operand's block; here the two blocks are merged again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -63,15 +64,24 @@ TWINS: dict[Any, tuple[Any, dict[str, Any]]] = {
     aten.masked_fill.Scalar: (aten.masked_fill_.Scalar, {}),
 }
 
+#: See :func:`counts`.
+Counts: TypeAlias = "tuple[int, int, int]"
+
 #: References to the first operand that the dispatch itself holds while it asks; measured once per
 #: process on a tensor that nobody else holds, because it differs between versions of PyTorch.
-_alone: tuple[int, int] | None = None
-_watch: Callable[[tuple[int, int]], None] | None = None
+_alone: Counts | None = None
+_watch: Callable[[Counts], None] | None = None
 
 
-def counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """Reference counts of a tensor and of its storage."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+def counts(tensor: torch.Tensor) -> Counts:
+    """Reference counts of a tensor's Python object, of the tensor and of its storage.
+
+    All of Python is one reference to C++ (a hook that keeps what it was given, say), and the
+    dispatch has that one already: whether anybody else does, the object's own count tells.
+    """
+    storage = tensor.untyped_storage()._cdata
+    used: int = torch._C._storage_Use_Count(storage)
+    return sys.getrefcount(tensor), tensor._use_count(), used  # type: ignore[attr-defined]
 
 
 def known() -> bool:
@@ -82,7 +92,7 @@ def known() -> bool:
 def calibrate(make_leaf: Callable[[], torch.Tensor]) -> None:
     """Let the engine add two gradients that only it holds, and remember the counts then."""
     global _alone, _watch
-    seen: list[tuple[int, int]] = []
+    seen: list[Counts] = []
     _watch = seen.append
     try:
         shared = make_leaf() * 2
@@ -124,12 +134,12 @@ def takes_over(
             return False
     elif maker(first) not in _OF_NODE.get((func, _node()), ()):
         return False
-    held, stored = counts(first)
+    now = counts(first)
     if _watch is not None:
-        _watch((held, stored))
+        _watch(now)
         return False
     assert _alone is not None, "calibrated when the simulation starts"
-    return held <= _alone[0] and stored <= _alone[1]
+    return all(count <= alone for count, alone in zip(now, _alone, strict=True))
 
 
 def of_fresh(func: Any) -> bool:

@@ -143,3 +143,29 @@ def test_transforms_of_torch_func_copy_on_a_card_too(gpu: Simulation) -> None:
 
     made = _allocations(gpu, lambda: torch.func.grad(loss)(table))
     assert made == [("aten::zeros", 16), ("aten::index_add", 16)]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(1024), nn.Linear(1024, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
+
+def _blocks_of_backward(gpu: Simulation, hooked: bool) -> list[str]:
+    block = _Block().to("cuda")
+    if hooked:
+        block.register_full_backward_hook(lambda *given: None)
+    start = torch.empty(1024, 1024, device="cuda", requires_grad=True)
+    loss = (block(start * 2) * 2).sum()
+    return [operator for operator, size in _allocations(gpu, loss.backward) if size == 4]
+
+
+def test_a_gradient_that_a_hook_keeps_is_not_added_into(gpu: Simulation) -> None:
+    """``nn.Module``'s full backward hook keeps the output's gradient until the input's is there;
+    the residual's sum then takes a block of its own (counted on the CUDA build, 2.14.1)."""
+    plain, hooked = (_blocks_of_backward(gpu, hooked) for hooked in (False, True))
+    assert "aten::add" not in plain
+    assert sorted(hooked) == sorted([*plain, "aten::add"])

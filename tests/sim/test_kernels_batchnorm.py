@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_answers import differences
 
+from pytest_vram.sim import Simulation, find_profile
 from pytest_vram.sim.kernels.batchnorm import reserve_bounds, uses_cudnn
 
 
@@ -49,3 +50,15 @@ def test_only_channels_last_halves_may_need_a_workspace() -> None:
     plain = tensor(4, 8, 16, 16, dtype=HALF)
     assert reserve_bounds(plain) == (0, 0)
     assert reserve_bounds(plain.to(memory_format=torch.channels_last)) == (0, 2 * 4 * 8 * 1024)
+
+
+def test_a_gradient_that_nobody_wants_is_not_made() -> None:
+    """``batch_norm_backward_cuda`` (Normalization.cu): the input's, by its mask."""
+    with Simulation(find_profile("a100-80gb")) as gpu, torch.backends.cudnn.flags(enabled=False):
+        norm = torch.nn.BatchNorm1d(1).to("cuda")
+        loss = norm(torch.empty(64, 1, 4096, device="cuda")).sum()
+        before = len(gpu.trace().allocations)
+        loss.backward()
+        made = gpu.trace().allocations[before:]
+    sizes = [a.requested for a in made if a.operator == "aten::native_batch_norm_backward"]
+    assert sizes == [4, 4]  # of weight and bias

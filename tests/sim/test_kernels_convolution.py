@@ -8,7 +8,7 @@ import torch
 from kernel_answers import argument, card, differences, runs, state
 
 from pytest_vram.sim import find_profile
-from pytest_vram.sim.kernels import Card, Take, program
+from pytest_vram.sim.kernels import Card, Out, Take, program
 from pytest_vram.sim.kernels.convolution import (
     described,
     laid_out,
@@ -126,3 +126,21 @@ def test_each_kernel_of_a_backward_has_its_own_workspace() -> None:
     tiles = (2 * x) * 9 // 4 + w * 4  # Winograd's, more than the copies
     highs = {one.key: one.span.high for one in steps if isinstance(one, Take) and one.span}
     assert highs == {"dgrad workspace": tiles, "wgrad workspace": tiles + 48 * w}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_small_transposed_output_keeps_the_block_made_like_the_input(groups: int) -> None:
+    """``slow_conv_transpose3d``: recorded on the CUDA build, 2.14.1, with one group."""
+    source, weight = tensor(16, 4, 2, 2, 28), tensor(4, 2 // groups, 2, 2, 2)
+    options = (None, [2] * 3, [1] * 3, [1] * 3, True, [0] * 3, groups)
+    out = tensor(16, 2, 2, 2, 54)
+    assert out.numel() < source.numel()
+    with state({"cudnn": False}):
+        args = (source, weight, *options)
+        steps = program(aten.convolution.default, args, {}, [out], on("t4")) or ()
+    whole = source.numel() * 4
+    if groups == 1:
+        assert [one.size for one in steps if isinstance(one, Out)] == [whole]
+    else:
+        outputs = [s.size for s in steps if isinstance(s, Take) and s.key.endswith("output")]
+        assert outputs == [whole // 2] * 2

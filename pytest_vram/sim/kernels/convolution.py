@@ -297,14 +297,16 @@ def _columns(conv: Convolution) -> int:
 
 
 def _native_forward(
-    conv: Convolution, kind: Implementation, result: Step, key: str, card: Card
+    conv: Convolution, kind: Implementation, result: Take | Out, key: str, card: Card
 ) -> Iterator[Step]:
-    """One group on im2col and a matrix product per sample."""
+    """One group on im2col and a matrix product per sample. ``slow_conv_transpose3d`` makes its
+    output like its input and resizes it (NaiveConvolutionTranspose3d.cu, v2.14.1)."""
     output_size = prod(conv.output_shape) // conv.groups * conv.input.itemsize
-    resized = kind == "transpose3d" and output_size > conv.input.nbytes // conv.groups
-    if resized:  # made like the input, then resized
-        yield Take(f"{key}like", conv.input.nbytes // conv.groups, "output before its resize")
-    yield result
+    made = conv.input.nbytes // conv.groups if kind == "transpose3d" else output_size
+    resized = output_size > made
+    if resized:  # made like the input, then resized; a smaller output keeps the block
+        yield Take(f"{key}like", made, "output before its resize")
+    yield replace(result, size=made) if made > output_size else result
     if resized:
         yield Give(f"{key}like")
     columns = kind != "slow2d" or not conv.pointwise
