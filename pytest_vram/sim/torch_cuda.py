@@ -17,7 +17,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.backends.cudnn.rnn
@@ -40,17 +40,24 @@ def stream_id(stream: Any) -> int:
     return int(getattr(stream, "stream_id", 0))
 
 
+#: PyTorch makes so many streams of each priority and hands them out in turn, again and again
+#: (``kStreamsPerPool``, c10/cuda/CUDAStream.cpp, 2.6 to 2.14; four priorities at the most).
+_STREAMS = 32
+_PRIORITIES = 4
+
+
 class Stream:
     """A queue of the simulated card: it only says in whose pool a block is taken."""
 
-    _next = 0
+    _made: ClassVar[dict[int, int]] = {}  # priority -> streams handed out by this simulation
 
     def __init__(
         self, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any
     ) -> None:
         if stream_id is None:
-            Stream._next += 1
-            stream_id = Stream._next
+            pool = min(max(-priority, 0), _PRIORITIES - 1)
+            turn = Stream._made[pool] = Stream._made.get(pool, -1) + 1
+            stream_id = 1 + pool * _STREAMS + turn % _STREAMS
         self.stream_id = stream_id
         self.device = CUDA
         self.device_index = 0
@@ -389,6 +396,7 @@ def _memory(held: Patches, simulation: Any) -> None:
 
 
 def _streams(held: Patches, simulation: Any) -> None:
+    held.set(Stream, "_made", {})
     default = Stream(stream_id=0)
     current = threading.local()  # every thread has its own current stream
 

@@ -16,7 +16,7 @@ import torch
 from kernel_answers import argument, card, runs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_vram.sim.kernels import attention, rnn
+from pytest_vram.sim.kernels import attention, rnn, versions
 
 RECORDED = runs("composites")
 
@@ -83,7 +83,7 @@ def grouped_by_a_newer_torch(shapes: list[Any], run: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("run", RECORDED, ids=ids)
 def test_attention(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     old = run["torch"].startswith("2.6")
-    monkeypatch.setattr(attention, "_MASK_COUNTS", not old)
+    monkeypatch.setattr(versions, "masks_count_for_gradients", lambda version: not old)
     for call in run["attention"]:
         *shapes, mask, dropout, causal, gqa, grad, recorded = call
         if grouped_by_a_newer_torch(shapes, run):

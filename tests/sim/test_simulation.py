@@ -159,6 +159,15 @@ def test_a_size_that_depends_on_values_names_the_line(gpu: Simulation) -> None:
         (scores > 0).nonzero()
 
 
+def test_streams_are_handed_out_in_turn(gpu: Simulation) -> None:
+    """32 of each priority, then the first again; every simulation begins anew."""
+    streams = [torch.cuda.Stream() for _ in range(33)]
+    high = torch.cuda.Stream(priority=-1)
+    assert [stream.stream_id for stream in streams] == [*range(1, 33), 1]
+    assert streams[32] == streams[0]
+    assert high.stream_id == 33
+
+
 def test_streams_have_their_own_pools(gpu: Simulation) -> None:
     first = torch.empty(MIB, dtype=torch.uint8, device="cuda")
     side = torch.cuda.Stream()
