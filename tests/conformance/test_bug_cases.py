@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,8 @@ GUARDS = {
     r"gradients: 0\.weight.*1,053,696 elements train instead of 4,096 \(x257",
     "22": r"frozen parameters by dtype: 100 % in float32 \(16\.0 MiB\), 0\.weight",
 }
-#: Normal skips at the start (36) are a note; what a compiler saves (33) only a card can tell.
+#: Normal skips at the start (36) are a note; what a compiler saves (33) only a card can tell, see
+#: the last test.
 PASSING = {"36", "33"}
 #: These are about parameters, or about the allocator: they name those and not a line.
 NAMES_PARAMETERS = {"36", "47", "50"}
@@ -177,3 +179,46 @@ def test_all_cases_are_here() -> None:
     files = {path.name[:2] for path in CASES.glob("[0-9][0-9]_*.py")}
     assert files == set(GUARDS)
     assert len(files) == 35
+
+
+#: A program in a file of its own: the compiler's processes import what they were started from.
+ON_A_CARD = """
+import importlib.util
+import pytest
+
+spec = importlib.util.spec_from_file_location("bug", {path!r})
+case = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(case)
+
+@pytest.mark.vram_budget("1 GiB")
+def test_step():
+    case.run(fixed={fixed})
+"""
+
+
+@pytest.mark.slow
+def test_what_a_compiler_saves_is_measured(tmp_path: Path) -> None:
+    """Case 33 with PyTorch's own compiler on the stub driver: the eager step is the baseline."""
+    driver = Path(__file__).parents[1] / "stub_driver"
+    cache = Path(os.environ.get("VRAM_STUB_CACHE") or Path.home() / ".cache/pytest-vram-stub")
+    if not (cache / "interpreter").is_file():
+        pytest.skip(f"the stub driver is not built: run {driver / 'build.sh'}")
+    (path,) = CASES.glob("33_*.py")
+
+    def run(fixed: bool, *args: str) -> TestRecord:
+        (tmp_path / "test_a.py").write_text(ON_A_CARD.format(path=str(path), fixed=fixed))
+        command = [driver / "run.sh", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir",
+                   tmp_path, "--vram-report", "report.json", *args, "test_a.py"]  # fmt: skip
+        subprocess.run(command, cwd=tmp_path, timeout=500, check=False, capture_output=True)
+        (record,) = Report.from_dict(json.loads((tmp_path / "report.json").read_text())).records
+        return record
+
+    for args in ["--vram-update"], []:
+        healthy = run(True, *args)
+        assert "measurement" in {each.kind for each in healthy.passes}
+        assert [found.text() for found in healthy.findings if found.severity != "note"] == []
+    faulty = run(False)
+    assert {found.kind for found in faulty.failures} == {"regression"}
+    said = "\n".join([*faulty.notes, *(found.text() for found in faulty.findings)])
+    assert re.search(GUARDS["33"], said, re.S), said
+    assert re.search(rf"{path.stem}\.py:\d+ run", said), said
