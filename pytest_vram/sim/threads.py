@@ -44,8 +44,10 @@ class FollowedThreads:
             start(thread)
 
         def work_inside(item: Any, *args: Any) -> None:
-            with self._at_work(), inside():
-                work(item, *args)
+            with self._at_work():
+                with inside():
+                    work(item, *args)
+                vars(item).clear()  # its thread holds it for a moment longer, and so the result
 
         held.set(threading.Thread, "start", start_inside)
         held.set(executor._WorkItem, "run", work_inside)
