@@ -68,7 +68,9 @@ def test_does_not():
     text = "\n".join(lines)
     assert code == 1, text
     row = next(line for line in lines if "test_fits" in line)
-    assert row.split()[-6:] == ["66", "%", "0", "%", "0", "ok"], text
+    # The driver's kernels do nothing: every loss is 0, and the report says so.
+    assert row.split()[-6:] == ["66", "%", "0", "%", "0", "untrained"], text
+    assert "test_fits: the loss is exactly 0 at all 3 backward passes" in text
     assert "measured on NVIDIA A100-SXM4-80GB, torch 2." in text
     assert "VRAM over budget: peak allocated 131.2 MiB, budget 20.0 MiB" in text
     assert "float32[1024, 4096]  aten::nll_loss_backward" in text
@@ -122,9 +124,9 @@ def test_own():
     text = "\n".join(lines)
     assert code == 0, text
     rows = {name: line.split() for line in lines for name in line.split()[:1] if "A100" in line}
-    assert rows["test_own"][-3:] == ["0", "%", "ok"], text
+    assert rows["test_own"][-3:] == ["0", "%", "untrained"], text  # all values are 0 here
     for name in ("test_session", "TestClass::test_method", "test_global"):
-        assert rows[name][-3:] == ["2", "%", "ok"], text  # of the budget; no estimate
+        assert rows[name][-3:] == ["2", "%", "untrained"], text  # of the budget; no estimate
     why = (
         "was made on the card before the passes, and a simulation cannot hold it; give it function "
         "scope, or build on the CPU there and move to vram.device in the test"
