@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_vram.planning import encoders, seq2seq
-from pytest_vram.planning.fields import Config, Fields, assemble, changed
+from pytest_vram.planning.fields import Config, Fields, assemble, changed, usual_tower
 from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.shapes import Latent, ModelShape, PlanError, Tower
 
@@ -191,12 +191,8 @@ def _falcon_norms(f: Fields) -> int:
 
 def _gpt_neox(f: Fields) -> ModelShape:
     bias = f.flag("attention_bias", True)
-    tower = Tower(
-        layers=f.need("num_hidden_layers"),
-        hidden=f.need("hidden_size"),
-        heads=f.heads,
-        ffn=f.need("intermediate_size"),
-        activation=f.activation,
+    tower = usual_tower(
+        f,
         fused_qkv=True,
         qkv_bias=bias,
         out_bias=bias,

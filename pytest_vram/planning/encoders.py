@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pytest_vram.planning.fields import Fields, assemble, changed, dense
+from pytest_vram.planning.fields import Fields, assemble, changed, dense, usual_tower
 from pytest_vram.planning.shapes import ModelShape, PlanError, Relative, Tower, Weight
 
 
 def bert(f: Fields) -> ModelShape:
-    tower = Tower(
-        layers=f.need("num_hidden_layers"),
-        hidden=f.need("hidden_size"),
-        heads=f.heads,
-        ffn=f.need("intermediate_size"),
-        activation=f.activation,
+    tower = usual_tower(
+        f,
         causal=False,
         softmax_fp32=False,
     )
@@ -45,12 +41,8 @@ def albert(f: Fields) -> ModelShape:
 
 
 def _narrow(f: Fields, width: int, *, pooler: bool, shared: bool = False) -> ModelShape:
-    tower = Tower(
-        layers=f.need("num_hidden_layers"),
-        hidden=f.need("hidden_size"),
-        heads=f.heads,
-        ffn=f.need("intermediate_size"),
-        activation=f.activation,
+    tower = usual_tower(
+        f,
         causal=False,
         softmax_fp32=False,
         shared=shared,

@@ -61,6 +61,18 @@ class Fields:
         return {"head": "lm"}
 
 
+def usual_tower(f: Fields, **others: Any) -> Tower:
+    """A tower whose five sizes have the names that most configurations use."""
+    return Tower(
+        layers=f.need("num_hidden_layers"),
+        hidden=f.need("hidden_size"),
+        heads=f.heads,
+        ffn=f.need("intermediate_size"),
+        activation=f.activation,
+        **others,
+    )
+
+
 def assemble(f: Fields, tower: Tower, *, tied: bool, positions: int = 0) -> ModelShape:
     """What most families share: token embedding, head, whether they are one tensor."""
     options = {"tied": f.flag("tie_word_embeddings", tied), **f.head()}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_vram.sim import values
 from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.kernels import attention
 
@@ -36,7 +37,7 @@ def _multi_head(
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     if not (query is key and key is value):
-        raise NotImplementedError(
+        raise values.NoSimulatedKernel(
             "torch._native_multi_head_attention is only simulated for self-attention, the one use "
             "that torch.nn makes of it; call torch.nn.functional.scaled_dot_product_attention"
         )

@@ -29,7 +29,7 @@ def understand_ordinals(held: Patches, stack: ExitStack) -> None:
     undone and ``stack`` closed."""
     try:
         torch.device(0)
-    except RuntimeError:
+    except RuntimeError:  # a build without accelerators: the patches below are needed
         pass
     else:
         return

@@ -192,7 +192,7 @@ def _mutate(func: Any, args: Any, kwargs: Any) -> None:
     value = value.clone()
     try:
         func(value, *host_rest[0], **host_rest[1])
-    except Exception:
+    except Exception:  # as above; the version, raised meanwhile, has dropped the old value
         return
     _rewritten(target, value)
 

@@ -10,8 +10,8 @@ from traces import MIB
 
 from pytest_vram.reports.github import SUMMARY_LIMIT, annotate, running, write_summary
 
-ROOT = Path("/home/runner/work/trainer/trainer/packages/train")
-WORKSPACE = "/home/runner/work/trainer/trainer"
+ROOT = Path("/github/workspace/trainer/packages/train")
+WORKSPACE = "/github/workspace/trainer"
 
 
 def test_failures_are_errors_at_the_tests_line():
