@@ -95,7 +95,7 @@ def compare(name: str, shape: tuple[int, ...], rounds: int = 5) -> None:
         simulated = stepper(shape, "cuda")
         simulated()
         mine += [simulated() for _ in range(rounds)]
-        operators = len(again._allocations)
+        operators = len(again.books.allocations)
     gc.enable()
     seconds, reference = statistics.median(mine), statistics.median(theirs)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

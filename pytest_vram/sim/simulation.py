@@ -9,14 +9,13 @@ import os
 import pickle
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from pytest_vram.frames import describe, nearest_frame
+from pytest_vram.frames import nearest_frame
 from pytest_vram.places import here
 from pytest_vram.sim import (
     composites,
@@ -27,9 +26,10 @@ from pytest_vram.sim import (
     torch_cuda,
     values,
 )
-from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory, Listener
+from pytest_vram.sim.allocator import CachingAllocator, Listener
 from pytest_vram.sim.answers import Answers
 from pytest_vram.sim.autocast import CastPolicy
+from pytest_vram.sim.books import Books
 from pytest_vram.sim.bounds import Uncertainty, Unknown
 from pytest_vram.sim.device import SimMode, parts_of
 from pytest_vram.sim.distributed import one_rank
@@ -46,28 +46,11 @@ from pytest_vram.sim.recipes import ProgramKey, Recipe
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.sim.threads import FollowedThreads
 from pytest_vram.sim.triton_kernels import skip_launches
-from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
+from pytest_vram.trace import Trace
 
-_RANK = {bill: rank for rank, bill in enumerate(BILLS)}
 VERSION = INSTALLED
 
 _STREAM = "pytest_vram_stream"  # in the metadata of an AccumulateGrad
-
-_ACTIONS = {
-    "alloc": ("alloc",),
-    "free": ("free_requested", "free_completed"),
-    "segment_alloc": ("segment_alloc",),
-    "segment_free": ("segment_free",),
-    "oom": ("oom",),
-}
-
-
-class _StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """A storage's death certificate: which allocation ends with it."""
-
-    __slots__ = ("index", "key")
-    index: int
-    key: int
 
 
 class _OfThread(threading.local):
@@ -137,25 +120,17 @@ class Simulation:
         self.card = Card(profile, VERSION, cudnn_version=default_cudnn(VERSION))
         # PyTorch reads these once per process; recipes outlive a simulation.
         self._card_key = hash((self.card, *map(os.environ.get, WORKSPACE_VARIABLES)))
-        self.allocator = self._allocator(self._segment)
+        self.mode = SimMode(self)
+        self.books = Books(self.mode.lock)
+        self.allocator = self.books.allocator = self._allocator(self.books.segment)
         self.answers = Answers(profile, self.allocator)
         self.uncertainty = Uncertainty(self._allocator, profile.memory - profile.context)
-        self.mode = SimMode(self)
         self._here = _OfThread()
         self._handles = {threading.get_ident(): "main"}
         self._free_handles: list[str] = []
         self.notes: list[str] = []
-        self._allocations: list[Allocation] = []
-        self._frames: list[tuple[Any, int] | None] = []
-        self._events: list[tuple[str, int, int, int]] = []
-        self._phases: list[Phase] = []
-        self._blocks: list[Block | None] = []
-        self._live: dict[int, _StorageRef] = {}
-        self._busy = 0
-        self._late: list[int] = []  #: died while the allocator was at work
         self._raw: dict[int, int] = {}
         self._workspaces: dict[tuple[str, str, int], int] = {}
-        self._oom: OutOfMemory | None = None
         self._names: dict[OpOverload, str] = {}
         self._stack: contextlib.ExitStack | None = None
         self._quiet = False
@@ -237,8 +212,7 @@ class Simulation:
     # -- Recorder ---------------------------------------------------------------------------
 
     def phase(self, name: str, step: int) -> None:
-        self._phases.append(Phase(name, step))
-        self._events.append(("phase", len(self._phases) - 1, 0, 0))
+        self.books.phase(name, step)
 
     def enter_module(self, path: str) -> None:
         self._here.modules.append(path)
@@ -255,94 +229,23 @@ class Simulation:
         """The index in the Trace of the allocation behind ``tensor``; -1 where there is none."""
         if type(tensor) is not SimTensor or not tensor.is_cuda:
             return -1
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        return -1 if found is None else found.index
+        return self.books.index_of(tensor)
 
     def label(self, tensor: Any, bill: str, name: str = "") -> None:
-        if type(tensor) is not SimTensor or not tensor.is_cuda:
-            return
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is None:
-            return
-        allocation = self._allocations[found.index]
-        if not allocation.bill or _RANK[bill] < _RANK[allocation.bill]:
-            allocation.bill, allocation.name = bill, name
+        self.books.label(tensor, bill, name)
 
     def trace(self) -> Trace:
         """The events so far. Allocations are copies: later labels do not change a Trace."""
-        allocations = []
-        for allocation, frame in zip(self._allocations, self._frames, strict=True):
-            allocations.append(
-                Allocation(
-                    allocation.requested,
-                    allocation.block,
-                    allocation.address,
-                    allocation.stream,
-                    allocation.bill,
-                    allocation.name,
-                    allocation.shape,
-                    allocation.dtype,
-                    allocation.operator,
-                    allocation.module,
-                    describe(*frame) if frame else "",
-                )
-            )
-        return Trace(
-            allocations=allocations,
-            events=[Event(*event) for event in self._events],  # type: ignore[arg-type]
-            phases=list(self._phases),
-            device=f"{self.profile.title} (simulated)",
-            oom=self._oom,
-            bounds=self.uncertainty.bounds(allocations, self._events),
-            notes=tuple(self.notes),
+        books = self.books
+        return books.trace(
+            f"{self.profile.title} (simulated)",
+            self.uncertainty.bounds(books.allocations, books.events),
+            tuple(self.notes),
         )
 
     def snapshot(self) -> dict[str, Any]:
         """What ``torch.cuda.memory._snapshot()`` returns, with the simulated card's history."""
-        entries: list[dict[str, Any]] = []
-        for kind, index, size, address in self._events:
-            if kind == "phase":
-                continue
-            stream = 0
-            frames: list[dict[str, Any]] = []
-            if kind in ("alloc", "free"):
-                allocation = self._allocations[index]
-                size, address = allocation.requested, allocation.address
-                stream = allocation.stream
-                frames = self._frames_of(index)
-            for action in _ACTIONS[kind]:
-                entry = {"action": action, "size": size, "stream": stream, "time_us": 0}
-                if kind == "oom":
-                    entry["device_free"] = self._oom.free if self._oom else 0
-                entries.append({**entry, "addr": address, "frames": frames})
-        segments = self.allocator.segments()
-        frames_at = {
-            self._allocations[ref.index].address: self._frames_of(ref.index)
-            for ref in self._live.values()
-        }
-        for segment in segments:
-            segment.setdefault("frames", [])
-            for block in segment["blocks"]:
-                block["frames"] = frames_at.get(block["address"], [])
-        host: dict[str, Any] = {"host_segments": [], "host_traces": []}
-        return {
-            "segments": segments,
-            "device_traces": [entries],
-            "allocator_settings": self.allocator.settings(),
-            "external_annotations": [],
-            **(host if VERSION >= (2, 14) else {}),
-        }
-
-    def _frames_of(self, index: int) -> list[dict[str, Any]]:
-        """Innermost first, as PyTorch lists them: operator, module, user line."""
-        allocation, frame = self._allocations[index], self._frames[index]
-        frames = [{"name": allocation.operator or allocation.name, "filename": "??", "line": 0}]
-        if allocation.module:
-            frames.append({"name": allocation.module, "filename": "module", "line": 0})
-        if frame is not None:
-            code, line = frame
-            frames.append({"name": code.co_name, "filename": code.co_filename, "line": line})
-        return frames
+        return self.books.snapshot(VERSION)
 
     # -- what torch.cuda answers
 
@@ -376,7 +279,7 @@ class Simulation:
         """Which attention kernel ran, in which module, and why the others did not."""
         self.attention.append((self._module(), choice))
 
-    # -- the books --------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------
 
     def operator(
         self,
@@ -415,11 +318,11 @@ class Simulation:
                     self._note(step.span, index, func)
             elif isinstance(step, Give):
                 if step.key in taken:
-                    self._free(taken.pop(step.key))
+                    self.books.free(taken.pop(step.key))
             else:
                 self._workspace(step.kind, step.size, func)
         for index in reversed(taken.values()):
-            self._free(index)
+            self.books.free(index)
 
     def _program(
         self, func: Any, args: Any, kwargs: Any, outputs: list[Any], recipe: Recipe | None
@@ -439,14 +342,14 @@ class Simulation:
 
     def uncertain(self, tensor: SimTensor, span: Span, func: Any = None) -> None:
         """The size of ``tensor``'s storage is closed code's choice."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is not None:
-            self._note(span, found.index, func)
+        index = self.books.index_of(tensor)
+        if index >= 0:
+            self._note(span, index, func)
 
     def _note(self, span: Span, index: int, func: Any) -> None:
         self.uncertainty.note(
             Unknown(
-                len(self._events),
+                len(self.books.events),
                 index,
                 span,
                 self._name(func) if func is not None else "",
@@ -466,18 +369,14 @@ class Simulation:
 
     def adjust(self, name: str, *arguments: Any, **options: Any) -> None:
         """The program changes how the allocator goes on: ``empty_cache``, a memory fraction ..."""
-        self._busy += 1
-        try:
+        with self.books.allocator_at_work():
             getattr(self.allocator, name)(*arguments, **options)
-        finally:
-            self._busy -= 1
-        self.uncertainty.adjusted(len(self._events), name, *arguments, **options)
-        self._free_late()
+            self.uncertainty.adjusted(len(self.books.events), name, *arguments, **options)
 
     def raw_alloc(self, size: int) -> int:
         """``torch.cuda.caching_allocator_alloc``: a block without a tensor; its address."""
         index = self._allocate(int(size), None, bill="other", name="caching_allocator_alloc")
-        address = self._allocations[index].address
+        address = self.books.allocations[index].address
         self._raw[address] = index
         return address
 
@@ -485,7 +384,7 @@ class Simulation:
         """``torch.cuda.caching_allocator_delete``."""
         if address not in self._raw:
             raise RuntimeError(f"invalid device pointer: {hex(address)}")
-        self._free(self._raw.pop(address))
+        self.books.free(self._raw.pop(address))
 
     def thread(self) -> str:
         """Whose library handles are used now: the program's, its threads' or the engine's."""
@@ -545,7 +444,7 @@ class Simulation:
 
     def clear_workspaces(self) -> None:
         for index in self._workspaces.values():
-            self._free(index)
+            self.books.free(index)
         self._workspaces.clear()
 
     def _new_tensor(self, tensor: SimTensor, func: OpOverload, size: int | None = None) -> None:
@@ -553,75 +452,19 @@ class Simulation:
             return
         for part in parts_of(self.mode, tensor):
             storage = part.untyped_storage()
-            key, taken = storage._cdata, size or storage.nbytes()
-            if taken == 0 or key in self._live:
+            taken = size or storage.nbytes()
+            if taken == 0 or self.books.knows(storage):
                 continue
             index = self._allocate(taken, func)
-            allocation = self._allocations[index]
+            allocation = self.books.allocations[index]
             allocation.shape = tuple(part.shape)
             allocation.dtype = _dtype_name(part.dtype)
-            self._follow(storage, key, index)
-
-    def _follow(self, storage: Any, key: int, index: int) -> None:
-        ref = _StorageRef(storage, self._died)
-        ref.index, ref.key = index, key
-        self._live[key] = ref
-
-    def _died(self, ref: _StorageRef) -> None:
-        with self.mode.lock:
-            if self._live.get(ref.key) is ref:
-                del self._live[ref.key]
-            self._free(ref.index)
+            self.books.follow(storage, index)
 
     def _allocate(self, size: int, func: Any, bill: str = "", name: str = "") -> int:
-        stream = self._current_stream()
-        self._busy += 1
-        try:
-            block = self.allocator.malloc(size, stream)
-        except DeviceOutOfMemory as error:
-            raise self._out_of_memory(error, func) from None
-        finally:
-            self._busy -= 1
-        index = len(self._allocations)
-        self._allocations.append(
-            Allocation(
-                requested=size,
-                block=block.size,
-                address=block.address,
-                stream=stream,
-                bill=bill,
-                name=name,
-                operator=self._name(func),
-                module=self._module(),
-            )
+        return self.books.allocate(
+            size, self._current_stream(), self._name(func), self._module(), bill, name
         )
-        self._frames.append(nearest_frame())
-        self._blocks.append(block)
-        self._events.append(("alloc", index, 0, 0))
-        self._free_late()
-        return index
-
-    def _free(self, index: int) -> None:
-        block = self._blocks[index]
-        if block is None:
-            return
-        if self._busy:
-            self._late.append(index)
-            return
-        self._blocks[index] = None
-        self._events.append(("free", index, 0, 0))
-        self._busy += 1
-        try:
-            self.allocator.free(block)
-        finally:
-            self._busy -= 1
-        self._free_late()
-
-    def _free_late(self) -> None:
-        """Python may collect garbage while our allocator works, which a card's, being C++, never
-        sees: what died then is given back afterwards."""
-        while self._late and not self._busy:
-            self._free(self._late.pop(0))
 
     def in_place(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], new: SimTensor
@@ -629,48 +472,9 @@ class Simulation:
         """``func`` ran out of place here; on the card it writes into its first argument's block."""
         if self._quiet:
             return
-        self._take_over(args[0], new)
+        self.books.take_over(args[0], new)
         twin, more = inplace.TWINS[func]
         self.operator(twin, args, {**kwargs, **more}, [new], None, True)
-
-    def _take_over(self, old: SimTensor, new: SimTensor) -> None:
-        """``new`` lives in ``old``'s block from now on; the old storage's death means nothing."""
-        found = self._live.get(old.untyped_storage()._cdata)
-        if found is None:
-            return
-        index = found.index
-        del self._live[found.key]
-        found.index = -1
-        storage = new.untyped_storage()
-        self._follow(storage, storage._cdata, index)
-
-    def _segment(self, kind: str, address: int, size: int, stream: int) -> None:
-        events = {
-            "segment_alloc": "segment_alloc",
-            "segment_map": "segment_alloc",
-            "segment_free": "segment_free",
-            "segment_unmap": "segment_free",
-        }
-        if kind in events:
-            self._events.append((events[kind], -1, size, address))
-
-    def _out_of_memory(self, error: DeviceOutOfMemory, func: Any) -> torch.OutOfMemoryError:
-        frame = nearest_frame()
-        self._events.append(("oom", -1, error.requested, 0))
-        message = error.message()
-        self._oom = OutOfMemory(
-            requested=error.requested,
-            allocated=error.allocated,
-            reserved=error.reserved,
-            capacity=error.capacity,
-            free=error.free,
-            message=message,
-            operator=self._name(func),
-            module=self._module(),
-            frame=describe(*frame) if frame else "",
-            allowed=error.allowed,
-        )
-        return torch.OutOfMemoryError(message)
 
     def _name(self, func: Any) -> str:
         name = self._names.get(func)
@@ -683,39 +487,34 @@ class Simulation:
         self.label(cast, "autocast_cache", "autocast copy")
 
     def record_stream(self, tensor: SimTensor, stream: Any) -> None:
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        block = self._blocks[found.index] if found is not None else None
+        index = self.books.index_of(tensor)
+        block = self.books.block(index) if index >= 0 else None
         if block is not None:
-            assert found is not None
             number = torch_cuda.stream_id(stream)
-            self.uncertainty.adjusted(len(self._events), "record_stream", found.index, number)
+            self.uncertainty.adjusted(len(self.books.events), "record_stream", index, number)
             self.allocator.record_stream(block, number)
 
     def address_of(self, tensor: SimTensor) -> int:
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        index = self.books.index_of(tensor)
+        if index < 0:
             return 0
         offset = tensor.storage_offset() * tensor.element_size()
-        return self._allocations[found.index].address + offset  # type: ignore[return-value]
+        return self.books.allocations[index].address + offset  # type: ignore[return-value]
 
     def maker(self, tensor: torch.Tensor) -> str:
         """The operator that made the block in which a tensor lives; "" for none."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        return self._allocations[found.index].operator if found is not None else ""
+        index = self.books.index_of(tensor)
+        return self.books.allocations[index].operator if index >= 0 else ""
 
     def resized(self, storage: Any, size: int) -> None:
         """``UntypedStorage.resize_``: the old block goes, a new one comes (resizing to 0 frees)."""
-        found = self._live.pop(storage._cdata, None)
-        if size and found is not None:
-            # resize_bytes_cuda (native/cuda/Resize.cpp) allocates before it lets the old data go
-            index = self._allocate(size, torch.ops.aten.resize_.default)
-            self._free(found.index)
-            self._follow(storage, storage._cdata, index)
-        elif found is not None:
-            self._free(found.index)
-        elif size:
-            index = self._allocate(size, torch.ops.aten.resize_.default)
-            self._follow(storage, storage._cdata, index)
+        # resize_bytes_cuda (native/cuda/Resize.cpp) allocates before it lets the old data go
+        index = self._allocate(size, torch.ops.aten.resize_.default) if size else -1
+        old = self.books.unfollow(storage)
+        if index >= 0:
+            self.books.follow(storage, index)
+        if old >= 0:
+            self.books.free(old)
 
 
 assume_selected = selection.assume_selected

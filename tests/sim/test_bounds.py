@@ -39,7 +39,7 @@ def trace_of(body: Callable[[Simulation], object], profile: str = "a100-80gb") -
 def unknown(gpu: Simulation, low: int, high: int | None, part: str = "closed") -> None:
     """Some closed library is called now."""
     gpu.uncertainty.note(
-        Unknown(len(gpu._events), -1, Span(part, "because", low, high), "aten::op", "", None)
+        Unknown(len(gpu.books.events), -1, Span(part, "because", low, high), "aten::op", "", None)
     )
 
 

@@ -14,7 +14,7 @@ PACKAGE = Path(pytest_vram.__file__).parent
 COMPARISON = re.compile(r"(<|>|==|!=)=? *\(2, \d+\)|__version__\.startswith")
 #: The allocator's dialects are its own: settings, statistics and errors, version by version. Its
 #: face in ``torch.cuda`` and its snapshots follow it. Every kernel's rule asks ``versions.py``.
-HOMES = ("sim/allocator/", "sim/kernels/versions.py", "sim/torch_cuda.py", "sim/simulation.py")
+HOMES = ("sim/allocator/", "sim/kernels/versions.py", "sim/torch_cuda.py", "sim/books.py")
 
 
 def test_versions_are_compared_at_home_only() -> None:
