@@ -36,7 +36,8 @@ from pytest_vram.places import shown_from
 from pytest_vram.sim import errors, inplace, layouts, values
 from pytest_vram.sim.callers import storing_item
 from pytest_vram.sim.handlers import HANDLERS
-from pytest_vram.sim.kernels import RULES, Card, Span, attention, convolution
+from pytest_vram.sim.kernels import RULES, Card, Span, attention
+from pytest_vram.sim.kernels.convolution_choice import laid_out
 from pytest_vram.sim.recipes import (
     RECIPES,
     Argument,
@@ -278,7 +279,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 single = isinstance(result, torch.Tensor)
                 results: list[Any] = [result] if single else list(result)
                 with self:
-                    results = convolution.laid_out(func, args, results, self.ledger.card)
+                    results = laid_out(func, args, results, self.ledger.card)
                 return results[0] if single else tuple(results)
             if self.nested == 1 and result is not NotImplemented:
                 with self:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pytest_vram.sim import inplace
-from pytest_vram.sim.kernels.convolution import channels_last, formatted
 from pytest_vram.sim.kernels.iterator import contiguous_strides, layout, order_of
+from pytest_vram.sim.kernels.memory_format import channels_last, formatted
 from pytest_vram.sim.tensors import is_dense
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from kernel_answers import argument, card, differences, runs, state
 
 from pytest_vram.sim import find_profile
 from pytest_vram.sim.kernels import Card, Out, Take, program
-from pytest_vram.sim.kernels.convolution import (
+from pytest_vram.sim.kernels.convolution_choice import (
     described,
     laid_out,
     result_strides,

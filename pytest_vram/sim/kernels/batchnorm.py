@@ -26,8 +26,8 @@ from pytest_vram.sim.kernels import (
     rule,
     size_of,
 )
-from pytest_vram.sim.kernels.convolution import channels_last
 from pytest_vram.sim.kernels.iterator import Layout, contiguous, dense_like, layout
+from pytest_vram.sim.kernels.memory_format import channels_last
 from pytest_vram.sim.kernels.reduce import Kind, reduction
 
 aten = torch.ops.aten

@@ -25,9 +25,9 @@ from pytest_vram.sim.kernels import (
     scratch,
     size_of,
 )
-from pytest_vram.sim.kernels.convolution import channels_last
 from pytest_vram.sim.kernels.gemm import handle_workspace
 from pytest_vram.sim.kernels.iterator import layout
+from pytest_vram.sim.kernels.memory_format import channels_last
 
 aten = torch.ops.aten
 
