@@ -188,6 +188,7 @@ def _build(model: str | None, values: Mapping[str, Any], card: Profile | None) -
     if values["lora_rank"]:
         lora = Lora(values["lora_rank"], parse_targets(values["lora_targets"]))
     away = frozenset(part.strip() for part in values["offload"].split(",") if part.strip())
+    threads = card.multiprocessors * card.threads_per_multiprocessor if card else 108 * 2048
     hopper = card is not None and card.capability >= (9, 0)
     return Setup(
         shape=shape,
@@ -214,6 +215,7 @@ def _build(model: str | None, values: Mapping[str, Any], card: Profile | None) -
         offload=Offload(away, parse_size(values["bus"]), "cpu" if values["cpu_step"] else "gpu"),
         # ATen/cuda/CublasHandlePool.cpp: 32 MiB from Hopper on, else 4096 KiB x 2 + 16 KiB x 8.
         workspace=32 << 20 if hopper else 8_519_680,
+        threads=threads,
     )
 
 

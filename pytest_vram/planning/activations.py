@@ -109,11 +109,17 @@ def layer_saved(tower: Tower, f: Forward, *, moe: bool = False) -> tuple[Saved, 
     if tower.cross_attention:
         items += _attention(tower, f, "cross")
     if moe:
-        items += _mixture(tower, f)
+        items += (_every_expert if tower.every_expert else _mixture)(tower, f)
         if tower.shared_ffn:
             items += _mlp(tower, f, tower.shared_ffn, f.tokens, "shared")
+        if tower.shared_gate:
+            items.append(Saved("shared output", f.tokens * tower.hidden * f.precision.compute))
     else:
         items += _mlp(tower, f, tower.ffn, f.tokens, "mlp")
+    if tower.layer_scale:
+        items.append(
+            Saved("blocks before scaling", 2 * f.tokens * tower.hidden * f.precision.compute)
+        )
     return tuple(items)
 
 
@@ -127,6 +133,7 @@ def _norms(tower: Tower, f: Forward, moe: bool) -> Iterator[Saved]:
     elements, p = f.tokens * tower.hidden, f.precision
     for index in range(tower.norms):
         name = f"norm {index + 1}"
+        stream = p.compute if index >= tower.norms - tower.post_norms else p.residual
         if tower.norm == "layernorm":
             yield Saved(f"{name} input", elements * _layer_norm(tower, p))
             yield Saved(f"{name} statistics", 2 * f.tokens * 4)
@@ -136,12 +143,12 @@ def _norms(tower: Tower, f: Forward, moe: bool) -> Iterator[Saved]:
             if tower.norm_keeps_stream and p.residual != 4:
                 yield Saved(f"{name} input", elements * p.residual)
             if f.lora is None:
-                wide = 4 if tower.norm_fp32 else p.residual
+                wide = 4 if tower.norm_fp32 else stream
                 yield Saved(f"{name} normalised", elements * wide)
     qkv = ("qkv",) if tower.fused_qkv else ("q", "kv_a") if tower.latent else ("q", "k", "v")
-    ups = ("gate", "up") if tower.gated else ("up",)
+    ups = tuple(tower.ups(tower.ffn))
     readers = qkv + ups if tower.norms == 1 else qkv
-    yield Saved("attention input", elements * f.inputs(*readers))
+    yield Saved("attention input", elements * _input(tower, f, *readers))
     if tower.cross_attention:
         yield Saved("cross attention input", elements * f.inputs("q"))
         if p.cache:  # cast for each reader; without autocast all layers read one tensor
@@ -150,14 +157,32 @@ def _norms(tower: Tower, f: Forward, moe: bool) -> Iterator[Saved]:
     if moe:
         yield Saved("router input", elements * f.precision.input)
     elif tower.norms > 1:
-        yield Saved("feed-forward input", elements * f.inputs(*ups))
+        yield Saved("feed-forward input", elements * _input(tower, f, *ups))
+
+
+def _input(tower: Tower, f: Forward, *parts: str) -> int:
+    """What the linear layers ``parts`` keep of a norm's output: no casts of their own where the
+    norm has made it in 16 bits."""
+    kept = f.inputs(*parts)
+    return min(kept, f.precision.compute) if tower.norm_casts else kept
 
 
 def _layer_norm(tower: Tower, p: Precision) -> int:
     """Bytes per element: ``layer_norm`` keeps its input; spelled out, the difference from the mean
     is kept by ``pow`` and by ``div``, both in fp32, and the quotient by the product with the
     weight."""
-    return 4 + 4 + p.residual if tower.spelled_norm else p.residual
+    stream = 4 if tower.norm_fp32 else p.compute if tower.norm_casts else p.residual
+    return 4 + 4 + stream if tower.spelled_norm else stream
+
+
+def _qk_norm(tower: Tower, p: Precision) -> int:
+    """Bytes per element of queries and keys that their norms keep: in fp32 what ``pow`` and ``mul``
+    read, and what the product with the weight reads."""
+    if tower.norm == "layernorm":
+        return 12 if tower.spelled_norm else 4 if p.cache else p.compute
+    if tower.qk_norm == "bare":
+        return 4
+    return 4 + (4 if tower.norm_fp32 else p.compute)
 
 
 def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
@@ -170,12 +195,11 @@ def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
     source = f.batch * tower.source if tower.source and name == "cross" else tokens
     if tower.qk_norm:
         rows = tower.query + tower.kv
-        wide = 4 if tower.norm_fp32 else c
-        yield Saved(f"{name} q, k norms", tokens * rows * (4 + wide), cut=True)
+        yield Saved(f"{name} q, k norms", tokens * rows * _qk_norm(tower, f.precision), cut=True)
     if f.attention == "math":
         yield from _math(tower, f, name)
         return
-    if tower.rotary and tower.fused_qkv:
+    if tower.rotary and tower.fused_qkv and not tower.parted_qkv:
         yield Saved(f"{name} fused qkv", tokens * (tower.query + 2 * tower.kv) * c, cut=True)
         yield Saved(f"{name} rotated q, k", tokens * (tower.query + tower.kv) * c, cut=True)
     else:
@@ -282,6 +306,8 @@ def _mlp(tower: Tower, f: Forward, ffn: int, tokens: int, name: str) -> Iterator
     inner = _activation(tower, f)
     relu = tower.activation == "relu"
     if tower.gated:
+        if tower.activation == "clamped":
+            yield Saved(f"{name} clamped gate, up; sigmoid", 3 * wide * c, cut=True)
         yield Saved(f"{name} gate", wide * inner, cut=True)
         yield Saved(f"{name} activated gate", wide * c, cut=True)
         yield Saved(f"{name} up", wide * c, cut=True)
@@ -304,6 +330,8 @@ def _activation(tower: Tower, f: Forward) -> int:
     c = f.precision.compute
     if tower.activation == "gelu_new":
         return 12 + 2 if f.precision.cache else 4 * c
+    if tower.activation == "relu2":  # the relu's output; ``pow`` reads it, under autocast in fp32
+        return c + 4 if f.precision.cache else c
     return 0 if tower.activation == "relu" else c
 
 
@@ -322,6 +350,15 @@ def _mixture(tower: Tower, f: Forward) -> Iterator[Saved]:
     yield Saved("expert inputs", copies * tower.hidden * f.precision.input)
     yield from _mlp(tower, replace(f, dropout=0.0), tower.moe_ffn, copies, "experts")
     yield Saved("expert outputs", copies * tower.hidden * c)
+
+
+def _every_expert(tower: Tower, f: Forward) -> Iterator[Saved]:
+    """All experts see all tokens: the repeated input, its product with the router's weights, and
+    the feed-forward tensors of one batched product, which autocast does cast."""
+    copies = f.tokens * tower.experts
+    yield Saved("router", f.tokens * tower.experts * 8)
+    yield Saved("expert inputs", 2 * copies * tower.hidden * f.precision.compute)
+    yield from _mlp(tower, replace(f, dropout=0.0), tower.moe_ffn, copies, "experts")
 
 
 @dataclass(frozen=True, slots=True)

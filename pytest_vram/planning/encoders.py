@@ -1,6 +1,9 @@
-"""Encoders by their configuration: BERT and its relatives, ViT."""
+"""Encoders by their configuration: BERT and its relatives, ViT and its own."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 from pytest_vram.planning.fields import Fields, assemble, changed, dense, usual_tower
 from pytest_vram.planning.shapes import ModelShape, PlanError, Relative, Tower, Weight
@@ -155,36 +158,134 @@ def distilbert(f: Fields) -> ModelShape:
     )
 
 
+def mpnet(f: Fields) -> ModelShape:
+    """BERT whose scores have a bias by relative position, and no token types."""
+    plain = Fields({**f.config, "type_vocab_size": 0}, f.where)
+    shape = bert(plain)
+    table = (f.get("relative_attention_num_buckets", default=32), f.heads)
+    others = (*shape.others, Weight("relative_positions", table, "position"))
+    return replace(shape, others=others, attention="explicit")
+
+
+def modernbert(f: Fields) -> ModelShape:
+    """Norms before the blocks, but none before the first attention, and one behind the last layer:
+    two for each layer."""
+    bias = f.flag("norm_bias", False)
+    tower = usual_tower(
+        f,
+        gated=True,
+        fused_up=True,
+        fused_qkv=True,
+        rotary=True,
+        causal=False,
+        norm_tensors=2 if bias else 1,
+        qkv_bias=f.flag("attention_bias", False),
+        out_bias=f.flag("attention_bias", False),
+        mlp_bias=f.flag("mlp_bias", False),
+    )
+    shape = assemble(f, tower, tied=True)
+    return changed(
+        shape,
+        final_norm=False,
+        embedding_norm=True,
+        head_transform=shape.head != "none",
+        head_transform_bias=f.flag("classifier_bias", False),
+        head_bias=shape.head == "classes" or f.flag("decoder_bias", True),
+    )
+
+
+def nomic_bert(f: Fields) -> ModelShape:
+    """BERT with rotary positions and a gated feed-forward block, without biases."""
+    tower = usual_tower(
+        f,
+        gated=True,
+        rotary=True,
+        causal=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+    )
+    types = f.get("type_vocab_size", default=2)
+    shape = assemble(f, tower, tied=True)
+    others = [Weight("token_types", (types, tower.hidden), "embedding")] if types else []
+    if shape.head == "classes":
+        others += dense("pooler", tower.hidden)
+    return changed(
+        shape,
+        final_norm=False,
+        embedding_norm=True,
+        head_transform=shape.head == "lm",
+        head_bias=shape.head != "none",
+        upcast=False,
+        others=tuple(others),
+    )
+
+
 def vit(f: Fields) -> ModelShape:
+    tower = usual_tower(f, qkv_bias=f.flag("qkv_bias", True), causal=False)
+    pooler = f.head()["head"] != "classes"
+    return _image(f, tower, others=dense("pooler", tower.hidden) if pooler else [])
+
+
+def deit(f: Fields) -> ModelShape:
+    """ViT with one more token, which a teacher is asked for."""
+    shape = vit(f)
+    hidden, tokens = shape.hidden, shape.tokens_per_sample + 1
+    others = [weight for weight in shape.others if weight.role != "position"]
+    others += [
+        Weight("positions", (1, tokens, hidden), "position"),
+        Weight("distillation_token", (1, 1, hidden), "other"),
+    ]
+    return replace(shape, others=tuple(others), tokens_per_sample=tokens)
+
+
+def dinov2(f: Fields) -> ModelShape:
+    """ViT whose blocks are scaled, channel by channel; its classifier reads the class token and the
+    mean of all others. The largest has a gated feed-forward block."""
     hidden = f.need("hidden_size")
+    ffn = int(hidden * f.get("mlp_ratio", default=4))
+    gated = f.flag("use_swiglu_ffn", False)
     tower = Tower(
         layers=f.need("num_hidden_layers"),
         hidden=hidden,
         heads=f.heads,
-        ffn=f.need("intermediate_size"),
-        activation=f.activation,
+        ffn=(int(ffn * 2 / 3) + 7) // 8 * 8 if gated else ffn,
+        gated=gated,
+        activation="silu" if gated else f.activation,
         qkv_bias=f.flag("qkv_bias", True),
+        layer_scale=True,
         causal=False,
     )
+    others = []
+    if f.flag("use_mask_token", True):
+        others.append(Weight("mask_token", (1, hidden), "other"))
+    shape = _image(f, tower, others)
+    if shape.head == "classes":
+        mean = Weight("head.mean", (shape.head_rows, hidden), "head")
+        shape = replace(shape, others=(*shape.others, mean))
+    return shape
+
+
+def _image(f: Fields, tower: Tower, others: list[Weight]) -> ModelShape:
+    """Square patches of an image and a class token before ``tower``."""
     size, patch = f.need("image_size"), f.need("patch_size")
-    channels = f.get("num_channels", default=3)
+    channels, hidden = f.get("num_channels", default=3), tower.hidden
     if size % patch:
         raise PlanError(f"{f.where}: patches of {patch} do not divide an image of {size}")
     tokens = (size // patch) ** 2 + 1
-    head = f.head()
-    others = [
-        Weight("patches", (hidden, channels, patch, patch), "other"),
-        Weight("patches.bias", (hidden,), "other"),
-        Weight("class_token", (1, 1, hidden), "other"),
-        Weight("positions", (1, tokens, hidden), "position"),
-    ]
+    head: dict[str, Any] = f.head()
     if head["head"] != "classes":
         head = {"head": "none", "tied": False}
-        others += dense("pooler", hidden)
     return ModelShape(
-        "vit",
+        str(f.get("model_type", default="vit")),
         (tower,),
-        others=tuple(others),
+        others=(
+            Weight("patches", (hidden, channels, patch, patch), "other"),
+            Weight("patches.bias", (hidden,), "other"),
+            Weight("class_token", (1, 1, hidden), "other"),
+            Weight("positions", (1, tokens, hidden), "position"),
+            *others,
+        ),
         head_bias=head["head"] == "classes",
         upcast=False,
         tokens_per_sample=tokens,

@@ -137,6 +137,7 @@ class Setup:
     held: bool = True
     buckets: bool = True
     workspace: int = 8_519_680  #: cuBLAS, per thread that launches matrix products; two do
+    threads: int = 108 * 2048  #: that the card holds at a time (A100)
     buffers: int = 0
 
     def __post_init__(self) -> None:
@@ -297,7 +298,7 @@ class _Rank:
     def low_precision_copies(self) -> int:
         """Autocast's cast of every fp32 matrix (the head's too), or FP8's quantised weights."""
         precision, shape = self.setup.precision, self.setup.shape
-        fused = any(tower.fused_experts for tower in shape.towers)
+        fused = any(t.fused_experts and not t.every_expert for t in shape.towers)
         inside = ("matrix",) if fused and precision.cache else ("matrix", "expert")
         matrices = [w for w in self.base if w.role in inside]
         matrices += [w for w in self.base if w.role == "head" and len(w.shape) > 1]
@@ -485,10 +486,25 @@ def attention_kernel(setup: Setup) -> Attention:
     return "math" if unfused or shape.attention == "math" else setup.attention
 
 
-#: A bias's gradient is a sum over all tokens; partial results of a long sum lie in global memory
-#: (ATen/native/cuda/Reduce.cuh, ``global_memory_size``, PyTorch 2.13): 4 bytes for each of 128
-#: columns a block, one block per 64 tokens, makes 8 bytes per element that is summed.
-BIAS_SCRATCH = 8
+def summed_bytes(rows: int, columns: int, threads: int) -> int:
+    """Scratch of a bias's gradient, the sum of ``rows`` x ``columns`` over the rows.
+
+    The partial results of a long sum lie in global memory (ATen/native/cuda/Reduce.cuh,
+    ``setReduceConfig`` and ``global_memory_size``, PyTorch 2.13). Blocks of 512 threads are 32 wide
+    and load 4, 2 or 1 columns at a time, as the number of columns divides; a thread sums 16 to 256
+    values, so that the card's resident ``threads`` are busy. A block keeps 4 bytes for each thread
+    of its width and each column: 8 bytes per element of a short sum, half a byte of a very long
+    one, and between them 512 bytes for each thread of the card.
+    """
+    vector = 4 if columns % 4 == 0 else 2 if columns % 2 == 0 else 1
+    height = 16 // vector
+    values = -(-rows // height)
+    grid = -(-columns // (32 * vector))
+    target = threads // (32 * height)
+    if values < 256 or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
+    return 4 * columns * blocks * 32 * vector if blocks > 1 else 0
 
 
 def _working(setup: Setup, tower: Tower) -> int:
@@ -508,7 +524,7 @@ def _working(setup: Setup, tower: Tower) -> int:
         inner = max(inner, scores)
     working = inner + 2 * tokens * tower.hidden * r
     if tower.mlp_bias and setup.lora is None:
-        summed = BIAS_SCRATCH * tokens * tower.ffn // setup.parallel.tensor
+        summed = summed_bytes(tokens, tower.ffn // setup.parallel.tensor, setup.threads)
         working = max(working, summed + tokens * tower.hidden * (r + c))
     return working
 
@@ -556,7 +572,8 @@ def _moments(rank: _Rank, static: Mapping[str, int], flow: _Flow) -> tuple[Momen
     # The head's weight gradient: made in the compute type, under autocast cast to the parameter's.
     weight = vocabulary // 2 if setup.precision.cache else 0
     if setup.shape.head_bias and setup.shape.head == "lm" and not setup.lora:
-        weight += BIAS_SCRATCH * flow.logits // setup.precision.compute
+        columns = setup.shape.logits // setup.parallel.tensor
+        weight += summed_bytes(setup.batch * setup.tokens, columns, setup.threads)
 
     def moment(
         name: str, grads: int, activations: int, copies: int = 0, temporary: int = 0
@@ -625,6 +642,17 @@ def _with_assumptions(plan: Plan) -> Plan:
                 0,
                 0,
                 "flash attention already drops what selective recomputation would",
+            )
+        )
+    if setup.shape.guessed:
+        towers = tuple(replace(tower, gated=False) for tower in setup.shape.towers)
+        plain = replace(setup.shape, towers=towers, guessed=False)
+        items.append(
+            Assumption(
+                "architecture",
+                min(0, make_plan(replace(setup, shape=plain)).peak - peak),
+                0,
+                "an unknown family, taken for Llama: its feed-forward blocks may have no gate",
             )
         )
     if setup.optimizer.paged:

@@ -98,6 +98,48 @@ def _opt(hidden: int, layers: int, heads: int, **more: Any) -> _Config:
     }
 
 
+def _mixture(
+    kind: str,
+    hidden: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    vocab: int,
+    kv: int,
+    *,
+    experts: int,
+    top_k: int,
+    each: int = 0,
+    **more: Any,
+) -> _Config:
+    """``each`` is the size of an expert where ``ffn`` is that of the dense layers."""
+    own = {"num_experts": experts, "num_local_experts": experts, "num_experts_per_tok": top_k}
+    if each:
+        more["moe_intermediate_size"] = each
+    return _llama(hidden, layers, heads, ffn, vocab, kv, model_type=kind, **own, **more)
+
+
+def _qwen(
+    hidden: int, layers: int, heads: int, ffn: int, vocab: int, kv: int, **more: Any
+) -> _Config:
+    return _llama(hidden, layers, heads, ffn, vocab, kv, **{"model_type": "qwen2", **more})
+
+
+def _dinov2(hidden: int, layers: int, heads: int, **more: Any) -> _Config:
+    return {
+        "model_type": "dinov2",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "mlp_ratio": 4,
+        "image_size": 518,
+        "patch_size": 14,
+        "hidden_act": "gelu",
+        **more,
+    }
+
+
+_QWEN3: _Config = {"model_type": "qwen3", "head_dim": 128}
 _DEBERTA_V3: _Config = {
     "model_type": "deberta-v2",
     "vocab_size": 128100,
@@ -234,4 +276,120 @@ MODELS: dict[str, _Config] = {
         moe_intermediate_size=2048,
         first_k_dense_replace=3,
     ),
+    "llama-3.1-405b": _llama(16384, 126, 128, 53248, 128256, 8),
+    "codellama-34b": _llama(8192, 48, 64, 22016, 32000, 8),
+    "yi-34b": _llama(7168, 60, 56, 20480, 64000, 8),
+    "smollm2-135m": _llama(576, 30, 9, 1536, 49152, 3, tie_word_embeddings=True),
+    "smollm2-360m": _llama(960, 32, 15, 2560, 49152, 5, tie_word_embeddings=True),
+    "smollm2-1.7b": _llama(2048, 24, 32, 8192, 49152, tie_word_embeddings=True),
+    "smollm3-3b": _llama(2048, 36, 16, 11008, 128256, 4, model_type="smollm3"),
+    "mistral-nemo-12b": _llama(5120, 40, 32, 14336, 131072, 8, head_dim=128, model_type="mistral"),
+    "mistral-small-24b": _llama(5120, 40, 32, 32768, 131072, 8, head_dim=128, model_type="mistral"),
+    "mixtral-8x22b": _mixture("mixtral", 6144, 56, 48, 16384, 32000, 8, experts=8, top_k=2),
+    "qwen2.5-0.5b": _qwen(896, 24, 14, 4864, 151936, 2, tie_word_embeddings=True),
+    "qwen2.5-1.5b": _qwen(1536, 28, 12, 8960, 151936, 2, tie_word_embeddings=True),
+    "qwen2.5-3b": _qwen(2048, 36, 16, 11008, 151936, 2, tie_word_embeddings=True),
+    "qwen2.5-14b": _qwen(5120, 48, 40, 13824, 152064, 8),
+    "qwen2.5-32b": _qwen(5120, 64, 40, 27648, 152064, 8),
+    "qwen2.5-72b": _qwen(8192, 80, 64, 29568, 152064, 8),
+    "qwen3-0.6b": _qwen(1024, 28, 16, 3072, 151936, 8, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-1.7b": _qwen(2048, 28, 16, 6144, 151936, 8, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-4b": _qwen(2560, 36, 32, 9728, 151936, 8, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-8b": _qwen(4096, 36, 32, 12288, 151936, 8, **_QWEN3),
+    "qwen3-14b": _qwen(5120, 40, 40, 17408, 151936, 8, **_QWEN3),
+    "qwen3-32b": _qwen(5120, 64, 64, 25600, 151936, 8, **_QWEN3),
+    "qwen3-30b-a3b": _mixture(
+        "qwen3_moe", 2048, 48, 32, 6144, 151936, 4, experts=128, top_k=8, each=768, head_dim=128
+    ),
+    "qwen3-235b-a22b": _mixture(
+        "qwen3_moe", 4096, 94, 64, 12288, 151936, 4, experts=128, top_k=8, each=1536, head_dim=128
+    ),
+    "qwen1.5-moe-a2.7b": _mixture(
+        "qwen2_moe",
+        2048,
+        24,
+        16,
+        5632,
+        151936,
+        16,
+        experts=60,
+        top_k=4,
+        each=1408,
+        shared_expert_intermediate_size=5632,
+    ),
+    "olmoe-1b-7b": _mixture("olmoe", 2048, 16, 16, 1024, 50304, 16, experts=64, top_k=8),
+    "phi-3.5-moe": _mixture(
+        "phimoe",
+        4096,
+        32,
+        32,
+        6400,
+        32064,
+        8,
+        experts=16,
+        top_k=2,
+        attention_bias=True,
+        lm_head_bias=True,
+    ),
+    "gpt-oss-20b": _mixture(
+        "gpt_oss", 2880, 24, 64, 2880, 201088, 8, experts=32, top_k=4, head_dim=64
+    ),
+    "gpt-oss-120b": _mixture(
+        "gpt_oss", 2880, 36, 64, 2880, 201088, 8, experts=128, top_k=4, head_dim=64
+    ),
+    "phi-3-mini": _llama(3072, 32, 32, 8192, 32064, model_type="phi3"),
+    "phi-4": _llama(5120, 40, 40, 17920, 100352, 10, model_type="phi3"),
+    "gemma-3-12b": _gemma("gemma3_text", 3840, 48, 16, 8, 15360, 256, 262208),
+    "olmo-7b": _llama(4096, 32, 32, 11008, 50304, model_type="olmo"),
+    "olmo-2-7b": _llama(4096, 32, 32, 11008, 100352, model_type="olmo2"),
+    "granite-3.0-2b": _llama(
+        2048, 40, 32, 8192, 49155, 8, model_type="granite", tie_word_embeddings=True
+    ),
+    "granite-3.0-8b": _llama(
+        4096, 40, 32, 12800, 49155, 8, model_type="granite", tie_word_embeddings=True
+    ),
+    "command-r": _llama(8192, 40, 64, 22528, 256000, model_type="cohere"),
+    "command-r-plus": _llama(
+        12288, 64, 96, 33792, 256000, 8, model_type="cohere", use_qk_norm=True
+    ),
+    "glm-4-9b-0414": _llama(4096, 40, 32, 13696, 151552, 2, head_dim=128, model_type="glm4"),
+    "seed-oss-36b": _llama(5120, 64, 80, 27648, 155136, 8, head_dim=128, model_type="seed_oss"),
+    "stablelm-3b-4e1t": _llama(2560, 32, 32, 6912, 50304, model_type="stablelm"),
+    "starcoder2-3b": _llama(
+        3072, 30, 24, 12288, 49152, 2, model_type="starcoder2", hidden_act="gelu_pytorch_tanh"
+    ),
+    "starcoder2-7b": _llama(
+        4608, 32, 36, 18432, 49152, 4, model_type="starcoder2", hidden_act="gelu_pytorch_tanh"
+    ),
+    "starcoder": {
+        **_gpt2(6144, 40, 48),
+        "model_type": "gpt_bigcode",
+        "n_inner": 24576,
+        "vocab_size": 49152,
+        "n_positions": 8192,
+        "activation_function": "gelu",
+    },
+    "falcon-7b": {
+        "model_type": "falcon",
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "vocab_size": 65024,
+    },
+    "mpt-7b": {
+        "model_type": "mpt",
+        "d_model": 4096,
+        "n_layers": 32,
+        "n_heads": 32,
+        "vocab_size": 50432,
+    },
+    "modernbert-base": _llama(768, 22, 12, 1152, 50368, model_type="modernbert"),
+    "modernbert-large": _llama(1024, 28, 16, 2624, 50368, model_type="modernbert"),
+    "mpnet-base": _bert(
+        768, 12, 12, model_type="mpnet", vocab_size=30527, max_position_embeddings=514
+    ),
+    "nomic-embed-text": _bert(768, 12, 12, model_type="nomic_bert", vocab_size=30528),
+    "dinov2-base": _dinov2(768, 12, 12),
+    "dinov2-large": _dinov2(1024, 24, 16),
+    "dinov2-giant": _dinov2(1536, 40, 24, use_swiglu_ffn=True),
 }

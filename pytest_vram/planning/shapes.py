@@ -24,7 +24,8 @@ Role = Literal[
     "embedding", "position", "norm", "matrix", "bias", "router", "expert", "head", "other"
 ]
 Cut = Literal["", "columns", "rows"]
-Activation = Literal["gelu", "gelu_new", "silu", "relu"]
+#: ``relu2``: the square of a relu; ``clamped``: gpt-oss's gate, spelled out with clamps.
+Activation = Literal["gelu", "gelu_new", "silu", "relu", "relu2", "clamped"]
 
 
 class PlanError(ValueError):
@@ -102,23 +103,34 @@ class Tower:
     activation: Activation = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norms: int = 2  #: norms per layer: 2 usual, 1 with parallel blocks, 4 with sandwich norms
+    post_norms: int = 0  #: how many of them read a block's output, not the stream (OLMo 2)
+    norm_tensors: int = -1  #: of a norm: weight and bias; -1: both for LayerNorm, one for RMSNorm
     fused_qkv: bool = False
+    fused_up: bool = False  #: gate and up are one matrix
+    parted_qkv: bool = False  #: q, k, v are copied out of the fused product, not seen in it
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
-    qk_norm: bool = False
+    #: RMSNorms of queries and keys: of each head, of the whole width, or without weights (Llama 4)
+    qk_norm: Literal["", "head", "width", "bare"] = ""
+    sinks: bool = False  #: a learned score of every head that attends to nothing (gpt-oss)
     rotary: bool = False
     causal: bool = True
     cross_attention: bool = False
     experts: int = 0
     top_k: int = 0
     shared_ffn: int = 0
+    shared_gate: bool = False  #: a sigmoid of the token scales the shared expert (Qwen2-MoE)
+    expert_bias: bool = False  #: router and experts have biases (gpt-oss)
+    every_expert: bool = False  #: all experts see all tokens, weighted by zero or not (Llama 4)
     moe_layers: int = 0
     moe_ffn: int = 0
     fused_experts: bool = False  #: one tensor for all experts, as current libraries keep them
     norm_fp32: bool = False  #: Gemma's RMSNorm multiplies by its weight in fp32
+    norm_casts: bool = False  #: autocast reaches the norm: one 16-bit output for all its readers
     softmax_fp32: bool = True  #: the explicit softmax computes in fp32 whatever its input is
     inner_dropout: bool = False  #: dropout inside the feed-forward block too (T5)
+    layer_scale: bool = False  #: each block's output times a learned vector (DINOv2)
     softcap: bool = False  #: a tanh over the attention scores (Gemma 2)
     spelled_norm: bool = False  #: LayerNorm in single operators, in fp32 (DeBERTa)
     norm_keeps_stream: bool = False  #: T5's RMSNorm multiplies the stream itself, not its fp32 copy
@@ -179,6 +191,8 @@ class Tower:
         if self.cross_attention:
             yield from self._attention(f"{prefix}.cross", layers)
         yield from norm(f"{prefix}.norm", self, self.norms * layers)
+        if self.layer_scale:
+            yield Weight(f"{prefix}.scale", (self.hidden,), "norm", 2 * layers)
         if self.dense_layers:
             yield from self._mlp(f"{prefix}.mlp", self.ffn, min(layers, self.dense_layers))
         if self.experts:
@@ -196,8 +210,13 @@ class Tower:
         yield Weight(f"{name}.o", (self.hidden, self.query), "matrix", count, "rows")
         if self.out_bias:
             yield Weight(f"{name}.o.bias", (self.hidden,), "bias", count)
-        if self.qk_norm:
+        if self.qk_norm == "head":
             yield Weight(f"{name}.qk_norm", (self.head_dim,), "norm", 2 * count)
+        elif self.qk_norm == "width":
+            yield Weight(f"{name}.q_norm", (self.query,), "norm", count, "columns")
+            yield Weight(f"{name}.k_norm", (self.kv,), "norm", count, "columns")
+        if self.sinks:
+            yield Weight(f"{name}.sinks", (self.heads,), "other", count, "columns")
 
     def _latent(self, name: str, count: int) -> Iterator[Weight]:
         at = self.latent
@@ -220,11 +239,10 @@ class Tower:
             yield Weight(f"{name}.o.bias", (self.hidden,), "bias", count)
 
     def _mlp(self, name: str, ffn: int, count: int) -> Iterator[Weight]:
-        ups = ("gate", "up") if self.gated else ("up",)
-        for part in ups:
-            yield Weight(f"{name}.{part}", (ffn, self.hidden), "matrix", count, "columns")
+        for part, out in self.ups(ffn).items():
+            yield Weight(f"{name}.{part}", (out, self.hidden), "matrix", count, "columns")
             if self.mlp_bias:
-                yield Weight(f"{name}.{part}.bias", (ffn,), "bias", count, "columns")
+                yield Weight(f"{name}.{part}.bias", (out,), "bias", count, "columns")
         yield Weight(f"{name}.down", (self.hidden, ffn), "matrix", count, "rows")
         if self.mlp_bias:
             yield Weight(f"{name}.down.bias", (self.hidden,), "bias", count)
@@ -233,6 +251,13 @@ class Tower:
         name, layers = f"{prefix}.experts", self.moe_layers
         yield Weight(f"{name}.router", (self.experts, self.hidden), "router", layers)
         ups = 2 if self.gated else 1
+        if self.expert_bias:
+            yield Weight(f"{name}.router.bias", (self.experts,), "bias", layers)
+            wide = (self.experts, ups * self.moe_ffn)
+            yield Weight(f"{name}.up.bias", wide, "bias", layers, "columns")
+            yield Weight(f"{name}.down.bias", (self.experts, self.hidden), "bias", layers)
+        if self.shared_gate:
+            yield Weight(f"{name}.shared_gate", (1, self.hidden), "router", layers)
         if self.fused_experts:
             up = (self.experts, ups * self.moe_ffn, self.hidden)
             down = (self.experts, self.hidden, self.moe_ffn)
@@ -246,6 +271,12 @@ class Tower:
         if self.shared_ffn:
             yield from self._mlp(f"{prefix}.shared", self.shared_ffn, layers)
 
+    def ups(self, ffn: int) -> dict[str, int]:
+        """The matrices that lead into a feed-forward block of size ``ffn``, and their widths."""
+        if not self.gated:
+            return {"up": ffn}
+        return {"gate_up": 2 * ffn} if self.fused_up else {"gate": ffn, "up": ffn}
+
     def scaled(self, layers: int) -> Tower:
         """The same tower with another number of layers (mixture layers in proportion)."""
         moe = min(layers, round(self.moe_layers * layers / self.layers)) if self.experts else 0
@@ -254,9 +285,11 @@ class Tower:
 
 def norm(name: str, tower: Tower, count: int, width: int = 0) -> Iterator[Weight]:
     """A norm's tensors; ``width`` where it is not the tower's hidden size."""
-    yield Weight(f"{name}.weight", (width or tower.hidden,), "norm", count)
-    if tower.norm == "layernorm":
-        yield Weight(f"{name}.bias", (width or tower.hidden,), "norm", count)
+    tensors = tower.norm_tensors
+    if tensors < 0:
+        tensors = 2 if tower.norm == "layernorm" else 1
+    for part in ("weight", "bias")[:tensors]:
+        yield Weight(f"{name}.{part}", (width or tower.hidden,), "norm", count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +307,7 @@ class ModelShape:
     head_rows: int = 0  #: classes of a classification head
     head_bias: bool = False
     head_transform: bool = False  #: dense + activation + norm before the head (BERT)
+    head_transform_bias: bool = True
     final_norm: bool = True
     embedding_width: int = 0  #: 0: hidden
     projects_back: bool = False  #: from hidden to the embedding's width before the head (OPT)
@@ -286,6 +320,7 @@ class ModelShape:
     frames_per_sample: int = 0  #: fp32 values of audio beside the tokens (Whisper)
     kept_per_sample: int = 0  #: values that convolutions before the first layer keep, in c each
     capped_logits: bool = False  #: a tanh over the logits (Gemma 2)
+    scaled_logits: bool = False  #: the logits are multiplied by a number (Cohere, Granite)
     wide_logits: bool = False  #: an fp32 buffer is added to the logits (BART)
     upcast: bool = True  #: the loss casts the logits to fp32 first, as transformers' causal loss
     #: What the library does when fused attention is asked for, if not that: "explicit" where it has
@@ -293,6 +328,7 @@ class ModelShape:
     attention: Literal["", "explicit", "math"] = ""
     repeats_kv: bool = False  #: grouped heads are repeated before attention, not left to it
     counted: tuple[Weight, ...] = ()  #: a live module's own tensors; they replace the formula's
+    guessed: bool = False  #: the layers of a family that is not known are taken for Llama's
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -348,7 +384,8 @@ class ModelShape:
         if self.head_transform:
             width = self.embedding_width or self.hidden
             yield Weight("head.transform", (width, self.hidden), "head")
-            yield Weight("head.transform.bias", (width,), "head")
+            if self.head_transform_bias:
+                yield Weight("head.transform.bias", (width,), "head")
             yield from norm("head.norm", self.tower, 1, width)
         if self.head != "none" and not self.tied:
             narrow = self.head == "lm" or self.projects_back

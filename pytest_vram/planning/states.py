@@ -314,8 +314,8 @@ def quantised_size(kind: Quantisation, full: int) -> float:
 class Lora:
     """Low-rank adapters: for each target matrix d_out x d_in, r (d_in + d_out) parameters.
 
-    ``targets`` are endings of weight names ("q", "v", "qkv", "o", "gate", "up", "down"), or
-    ``all-linear``. ``size`` is bytes per adapter element (peft keeps them in float32).
+    ``targets`` are endings of weight names ("q", "v", "qkv", "o", "gate", "up", "gate_up",
+    "down"), or ``all-linear``. ``size`` is bytes per adapter element (peft keeps them in float32).
 
     Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1.
     """
@@ -329,7 +329,8 @@ class Lora:
             raise PlanError(f"LoRA rank must be positive, not {self.rank}")
 
     def picks(self, weight: Weight) -> bool:
-        """Whether ``weight`` gets an adapter. A fused "qkv" matrix answers to q, k and v."""
+        """Whether ``weight`` gets an adapter. A fused "qkv" matrix answers to q, k and v, a fused
+        "gate_up" to gate and up."""
         part = weight.name.rsplit(".", 1)[-1]
         return weight.role in ("matrix", "expert") and self.hits(part)
 
@@ -337,7 +338,8 @@ class Lora:
         """Whether the matrix ``part`` of a layer ("q", "up") is a target."""
         if "all-linear" in self.targets:
             return True
-        return any(target == part or (part == "qkv" and target in "qkv") for target in self.targets)
+        fused = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}.get(part, ())
+        return any(target == part or target in fused for target in self.targets)
 
     def weights(self, weights: Iterable[Weight]) -> tuple[Weight, ...]:
         """The adapters' own parameter tensors."""
@@ -371,6 +373,7 @@ LORA_NAMES = {
     "gate_proj": "gate",
     "up_proj": "up",
     "down_proj": "down",
+    "gate_up_proj": "gate_up",
     "fc1": "up",
     "fc2": "down",
     "query": "q",

@@ -214,6 +214,7 @@ DEEPSEEK = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+GPT = {"n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 8000}
 #: Configuration and dropout of each family.
 FAMILIES = {
     "bert": ({**SMALL, **DROPOUT}, 0.1),
@@ -246,11 +247,111 @@ FAMILIES = {
     "deberta-v2": ({**SMALL, **DROPOUT, **DEBERTA_V3}, 0.1),
     "deepseek_v2": ({**SMALL, **DEEPSEEK, "q_lora_rank": None, "moe_intermediate_size": 256}, 0.0),
     "deepseek_v3": ({**SMALL, **DEEPSEEK, "q_lora_rank": 256, "moe_intermediate_size": 256}, 0.0),
+    "olmo2": (GROUPED, 0.0),
+    "cohere": (GROUPED, 0.0),
+    "glm4": ({**GROUPED, "head_dim": 64, "pad_token_id": 0}, 0.0),
+    "nemotron": (GROUPED, 0.0),
+    "gpt_oss": ({**GROUPED, "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2}, 0.0),
+    "llama4_text": (
+        {
+            **GROUPED,
+            "head_dim": 64,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 2048,
+            "interleave_moe_layer_step": 2,
+        },
+        0.0,
+    ),
+    "qwen2_moe": (
+        {
+            **GROUPED,
+            "num_experts": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 1024,
+        },
+        0.0,
+    ),
+    "gpt_bigcode": ({**GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, 0.0),
+    "codegen": (
+        {**GPT, "rotary_dim": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        0.0,
+    ),
+    "modernbert": (
+        {**SMALL, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1}
+        | {"eos_token_id": 2},
+        0.0,
+    ),
+    "dinov2": (
+        {
+            "hidden_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "image_size": 384,
+            "patch_size": 16,
+        },
+        0.0,
+    ),
 }
+#: The same with few differences: checked with the slow tests alone.
+ALIKE = {
+    "olmo": (GROUPED, 0.0),
+    "olmo3": (GROUPED, 0.0),
+    "exaone4": (GROUPED, 0.0),
+    "granite": (GROUPED, 0.0),
+    "granitemoe": ({**GROUPED, "num_local_experts": 4}, 0.0),
+    "phimoe": ({**GROUPED, "num_local_experts": 4}, 0.0),
+    "olmoe": ({**GROUPED, "num_experts": 8}, 0.0),
+    "glm4_moe": (
+        {
+            **GROUPED,
+            "head_dim": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 512,
+            "n_group": 1,
+            "topk_group": 1,
+            "pad_token_id": 0,
+        },
+        0.0,
+    ),
+    "stablelm": (GROUPED, 0.0),
+    "starcoder2": ({**GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0}, 0.0),
+    "cohere2": (GROUPED, 0.0),
+    "glm": ({**GROUPED, "head_dim": 64, "pad_token_id": 0}, 0.0),
+    "arcee": (GROUPED, 0.0),
+    "smollm3": ({**GROUPED, "pad_token_id": 0}, 0.0),
+    "ministral3": ({**GROUPED, "head_dim": 64}, 0.0),
+    "seed_oss": (
+        {**GROUPED, "head_dim": 64, "attention_dropout": 0.0, "residual_dropout": 0.0},
+        0.0,
+    ),
+    "helium": ({**GROUPED, "head_dim": 64}, 0.0),
+    "ernie4_5": ({**GROUPED, "head_dim": 64}, 0.0),
+    "mpt": ({"d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 8000}, 0.0),
+    "biogpt": ({**SMALL, **NO_DROPOUT, "layerdrop": 0.0}, 0.0),
+    "camembert": ({**SMALL, **NO_DROPOUT}, 0.0),
+    "mpnet": ({**SMALL, **NO_DROPOUT}, 0.0),
+    "nomic_bert": ({**SMALL, **NO_DROPOUT}, 0.0),
+    "deit": (
+        {
+            **SMALL,
+            "vocab_size": 1,
+            "image_size": 384,
+            "architectures": ["DeiTForImageClassification"],
+        },
+        0.0,
+    ),
+}
+FAMILIES |= ALIKE
+
+
+IMAGES = ("vit", "deit", "dinov2")
 
 
 def family_model(name: str, precision: str, device: Any) -> Any:
     family = name.split()[0]
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
     config = transformers.CONFIG_MAPPING[family](**FAMILIES[name][0])
     config.use_cache = False
     kinds = ("SpeechSeq2Seq", "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")
@@ -267,7 +368,7 @@ def family_ledger(name: str, precision: str, batch: int, sequence: int) -> Ledge
         model = family_model(name, precision, simulation.device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
-            if name == "vit":
+            if name in IMAGES:
                 inputs = torch.randn(batch, 3, 384, 384, device=simulation.device)
                 labels = torch.zeros(batch, dtype=torch.long, device=simulation.device)
             else:
@@ -294,11 +395,14 @@ def family_ledger(name: str, precision: str, batch: int, sequence: int) -> Ledge
         pytest.param("bf16-plain", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in FAMILIES],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_other_families(name, precision):
     """Peaks within 5 %."""
-    batch, sequence = (16, 1) if name == "vit" else (4, 512)
+    batch, sequence = (16, 1) if name in IMAGES else (4, 512)
     shape = from_module(family_model(name, precision, torch.device("meta")))
     planned = make_plan(
         Setup(

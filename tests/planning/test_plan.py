@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_vram.planning.activations import Recompute
-from pytest_vram.planning.configs import named
+from pytest_vram.planning.configs import from_config, named
 from pytest_vram.planning.plan import (
     BILLS,
     Offload,
@@ -15,9 +15,13 @@ from pytest_vram.planning.plan import (
     Setup,
     make_plan,
     offload_traffic,
+    summed_bytes,
 )
+from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.shapes import PlanError, decoder
 from pytest_vram.planning.states import OPTIMIZERS, PRECISIONS, Lora
+from pytest_vram.sim.profiles import find_profile
+from pytest_vram.sim.simulation import Simulation
 from pytest_vram.trace import BILLS as LEDGER
 
 GB = 10**9
@@ -265,6 +269,48 @@ def test_loop_and_foreach_temporaries():
     assert steps["foreach"].bills["temporary"] == near(4 * N)
     assert steps["fused"].bills["temporary"] == 0
     assert steps["loop"].bills["temporary"] == 2 * largest * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "size"),
+    [  # by the rule of Reduce.cuh for an A100: 108 multiprocessors with 2048 threads
+        (512, 3072, 0),
+        (2048, 768, 8 * 2048 * 768),
+        (9232, 2048, 512 * 108 * 2048),
+        (65536, 4096, 65536 * 4096 // 2),
+        (16384, 50257, 0),
+    ],
+)
+def test_scratch_of_a_biases_gradient(rows, columns, size):
+    assert summed_bytes(rows, columns, 108 * 2048) == size
+
+
+@pytest.mark.parametrize("card", ["a100-80gb", "h100-80gb", "t4"])
+def test_scratch_is_what_the_simulated_kernel_takes(card):
+    torch = pytest.importorskip("torch")
+    profile = find_profile(card)
+    threads = profile.multiprocessors * profile.threads_per_multiprocessor
+    for rows, columns in ((2048, 768), (9232, 2048), (65536, 4096), (2048, 30522), (16384, 50257)):
+        with Simulation(profile):
+            values = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            total = values.sum(0)
+            taken = torch.cuda.max_memory_allocated() - before - total.numel() * 2
+        planned = summed_bytes(rows, columns, threads)
+        assert taken == pytest.approx(planned, rel=0.01, abs=2048)
+
+
+def test_a_guessed_architecture_is_a_range():
+    """Without the gate of its feed-forward blocks a model has less of everything."""
+    config = {**MODELS["llama-7b"], "model_type": "newllm", "architectures": ["NewForCausalLM"]}
+    guessed = make_plan(Setup(from_config(config), precision=PURE))
+    known = make_plan(Setup(LLAMA, precision=PURE))
+    assert guessed.peak == known.peak
+    gates = 32 * 4096 * 11008
+    low = {item.name: item.low for item in guessed.assumptions}["architecture"]
+    assert low <= -16 * gates
+    assert guessed.low < known.low
 
 
 def test_sharded_training_gathers_the_experts_of_its_own_rank():
