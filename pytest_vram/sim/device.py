@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 
 from pytest_vram.places import shown_from
-from pytest_vram.sim import errors, inplace, layouts, values
+from pytest_vram.sim import errors, inplace, layouts, rewritten, values
 from pytest_vram.sim.callers import storing_item
 from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.kernels import RULES, Card, Span, attention
@@ -49,7 +49,16 @@ from pytest_vram.sim.recipes import (
     add_to_key,
     make_recipe,
 )
-from pytest_vram.sim.tensors import CPU, CUDA, META, REAL_ON_HOST, SimTensor, answer_device, wrap
+from pytest_vram.sim.tensors import (
+    CPU,
+    CUDA,
+    MADE_AT,
+    META,
+    REAL_ON_HOST,
+    SimTensor,
+    answer_device,
+    wrap,
+)
 
 aten = torch.ops.aten
 
@@ -80,6 +89,8 @@ class StorageLedger(Protocol):
     def uncertain(self, tensor: SimTensor, span: Span, func: Any = None) -> None: ...
 
     def maker(self, tensor: torch.Tensor) -> str: ...
+
+    def suspend(self, on: bool) -> None: ...
 
 
 _NOT_CACHEABLE: set[OpOverload] = {
@@ -203,6 +214,8 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     raise values.real_tensor(func, tensor) from None
             simulated = any(isinstance(t, FakeTensor) for t in tensors)
             on_gpu = any(isinstance(t, SimTensor) and t.is_cuda for t in tensors)
+        if simulated:
+            rewritten.look(tensors, self.ledger)
         args, kwargs, moved = self._devices(func, args, kwargs, simulated)
         if moved is not None:
             on_gpu = on_gpu or moved.type == "cuda"
@@ -237,6 +250,8 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if made is None:
                 return result
             flat = made
+        if recipe is not None and recipe.views and torch.is_grad_enabled():
+            _remember_versions(recipe, tensors, flat)
         if inplace.takes_over(func, args, self.added_in_place, self.ledger.maker):
             self.ledger.in_place(func, args, kwargs, result)
         else:
@@ -451,6 +466,13 @@ def _meant(device: Any) -> torch.device:
             raise errors.no_such_device()
         return CUDA
     return CPU if device.type == "cpu" else device
+
+
+def _remember_versions(recipe: Recipe, tensors: list[torch.Tensor], results: list[Any]) -> None:
+    """See :mod:`pytest_vram.sim.rewritten`."""
+    for place, position in recipe.views:
+        if not tensors[position].is_inference():
+            results[place].__dict__[MADE_AT] = tensors[position]._version
 
 
 def parts_of(mode: FakeTensorMode, tensor: torch.Tensor) -> list[torch.Tensor]:

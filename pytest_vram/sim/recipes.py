@@ -76,14 +76,18 @@ Result = Argument | Fresh | ViewOf | None
 
 class Recipe:
     """What an operator returns for arguments of given shapes, and the kernel programs that go with
-    it, filled in by the ledger. ``packing``: None for a single tensor, else tuple or list."""
+    it, filled in by the ledger. ``packing``: None for a single tensor, else tuple or list.
+    ``views``: places of the results that are views, and positions of the arguments they view."""
 
-    __slots__ = ("outputs", "packing", "programs")
+    __slots__ = ("outputs", "packing", "programs", "views")
 
     def __init__(self, outputs: list[Result], packing: type | None) -> None:
         self.outputs = outputs
         self.packing = packing
         self.programs: dict[ProgramKey, Program | None] = {}
+        self.views = [
+            (place, out.position) for place, out in enumerate(outputs) if isinstance(out, ViewOf)
+        ]
 
 
 class Recipes:

@@ -506,6 +506,10 @@ class Simulation:
         index = self.books.index_of(tensor)
         return self.books.allocations[index].operator if index >= 0 else ""
 
+    def suspend(self, on: bool) -> None:
+        """Keep no books until told otherwise: what runs does not run on a card."""
+        self._quiet = on
+
     def resized(self, storage: Any, size: int) -> None:
         """``UntypedStorage.resize_``: the old block goes, a new one comes (resizing to 0 frees)."""
         # resize_bytes_cuda (native/cuda/Resize.cpp) allocates before it lets the old data go

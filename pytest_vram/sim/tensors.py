@@ -17,6 +17,8 @@ META = torch.device("meta")
 #: on the CPU and moved) are simulated too. Elements, not bytes.
 REAL_ON_HOST = 1 << 18
 
+#: Where a view keeps the version of its memory with which it was made.
+MADE_AT = "_made_at"
 
 _PLAIN_INDICES = {int, slice, type(None), type(Ellipsis), bool}
 
@@ -191,6 +193,7 @@ _OWN_ATTRIBUTES = {
     "real_tensor",
     "sim_value",
     "_is_param",
+    MADE_AT,
     "nonzero_memo",
     "item_memo",
     "unique_memo",

@@ -2,8 +2,8 @@
 
 A simulated tensor has no values. Small tensors whose value follows from the program alone (copies
 of host tensors, ``zeros``, ``ones``, ``full``, ``arange`` and what is computed from them) keep it
-on the side, so that reads of masks, positions, counters and loss scales answer truly. For every
-other read:
+on the side, so that reads of masks, positions, counters and loss scales answer truly; so does what
+one known operand settles (``anything | True``). For every other read:
 
 * ``bool``: False (flags such as "an overflow was found" mean that nothing happened; but the
   arguments of ``torch.distributions`` are valid);
@@ -125,6 +125,31 @@ def from_factory(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 _OVERWRITES = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 
 
+#: Operators that one operand decides alone, where all of it is this: ``x | True``, ``x & 0``.
+_DECIDES: dict[Any, bool] = {
+    aten.logical_or.default: True,
+    aten.logical_or_.default: True,
+    aten.bitwise_or.Tensor: True,
+    aten.bitwise_or_.Tensor: True,
+    aten.logical_and.default: False,
+    aten.logical_and_.default: False,
+    aten.bitwise_and.Tensor: False,
+    aten.bitwise_and_.Tensor: False,
+}
+
+
+def _decided(func: Any, operands: Any, shape: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """The result of an operator of which not every operand is known, if one settles it."""
+    decisive = _DECIDES.get(func)
+    if decisive is None or (decisive and dtype is not torch.bool):
+        return None
+    for operand in operands:
+        value = known(operand)
+        if value is not None and bool((value.bool() == decisive).all()):
+            return torch.full(shape, decisive, dtype=dtype)
+    return None
+
+
 def concerned(func: Any, tensors: list[torch.Tensor]) -> bool:
     """Whether values may follow this call: an operand's is known, or one is overwritten."""
     if func in _OVERWRITES:
@@ -157,6 +182,9 @@ def propagate(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
     host_args, host_kwargs = tree_map(value_of, (args, kwargs))
     if missing:
+        decided = _decided(func, args, outputs[0].shape, outputs[0].dtype)
+        if decided is not None:
+            outputs[0].sim_value = (decided, _version(outputs[0]))
         return
     try:
         computed = func(*host_args, **host_kwargs)
@@ -177,6 +205,10 @@ def _mutate(func: Any, args: Any, kwargs: Any) -> None:
         return
     target = args[0] if args else None
     if type(target) is not SimTensor or not _keeps(target):
+        return
+    decided = _decided(func, args, target.shape, target.dtype)
+    if decided is not None:
+        _rewritten(target, decided)
         return
     rest = (args[1:], kwargs)
     host_rest = tree_map(lambda leaf: known(leaf) if isinstance(leaf, torch.Tensor) else leaf, rest)

@@ -145,6 +145,19 @@ def test_known_values_are_answered_and_others_follow_the_policy(gpu: Simulation)
     assert unknown.cpu().tolist() == [1.0] * 4
 
 
+def test_an_operand_that_settles_the_result_is_enough(gpu: Simulation) -> None:
+    """How loops that generate text know that they are at the end."""
+    ended = torch.rand(4, device="cuda") > 0.5  # unknown
+    at_the_limit = torch.full((4,), True, device="cuda")
+    assert (ended | at_the_limit).tolist() == [True] * 4
+    unfinished = torch.rand(4, device="cuda").long() & ~(at_the_limit | ended)
+    assert bool(unfinished.max() == 0)
+    open_ = torch.rand(4, device="cuda") > 0.5
+    open_ &= ~at_the_limit
+    assert not open_.any()
+    assert not (ended | torch.tensor([True, True, False, True]).cuda()).any()  # the policy
+
+
 def test_a_value_written_in_place_is_not_answered_from_memory(gpu: Simulation) -> None:
     flags = torch.zeros(4, dtype=torch.long, device="cuda")
     flags.add_(torch.randint(0, 2, (4,), device="cuda"))
