@@ -221,6 +221,8 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             on_gpu = on_gpu or moved.type == "cuda"
         on_host = not simulated and (moved is None or moved.type in ("cpu", "meta"))
         if on_host and (moved is META or not _too_large(func, args)):
+            if kwargs.get("pin_memory"):  # needs a driver; to pin is nothing that PyTorch counts
+                kwargs = {**kwargs, "pin_memory": False}
             return func(*args, **kwargs)
         handler = HANDLERS.get(func)
         if handler is not None:

@@ -172,6 +172,7 @@ class Simulation:
             one_rank(held)
             save_and_load(held, self._upload)
             values.trust_distributions(held)
+            values.trust_values(held)
             stack.enter_context(torch_cuda.installed(self))
             stack.enter_context(composites.installed(self))
             stack.enter_context(modules.installed(self))

@@ -269,6 +269,56 @@ def test_checkpoints_leave_no_trace(script, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "train.py"]
 
 
+OPENS = """
+import os, shutil
+with open("best.pth", "wb") as file:
+    torch.save(model.state_dict(), file)
+with open("fresh.weights", "wb") as file:
+    torch.save(model.state_dict(), file)
+torch.save(model.state_dict(), "new.tmp")
+os.replace("new.tmp", "last.pt")
+torch.save(model.state_dict(), "other.tmp")
+os.replace("other.tmp", "model.pt")
+shutil.copyfile("last.pt", "copy.pth.tar")
+assert torch.load("last.pt").keys() == model.state_dict().keys()
+with open("log.bin", "wb") as file:
+    file.write(b"kept")
+"""
+
+
+def test_checkpoints_that_a_script_opens_or_renames_leave_no_trace(script, tmp_path):
+    """``open(..., "wb")`` would empty a trained model before anything is saved."""
+    (tmp_path / "best.pth").write_bytes(TRAINED)
+    (tmp_path / "model.pt").write_bytes(TRAINED)
+    result = run("simulate", "--steps", 0, script(textwrap.dedent(TRAIN) + OPENS), "--steps", 2)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "not overwritten, there are no values to save: best.pth, model.pt" in text
+    assert "saved without values, and removed again: fresh.weights, new.tmp, last.pt" in text
+    assert (tmp_path / "best.pth").read_bytes() == (tmp_path / "model.pt").read_bytes() == TRAINED
+    left = ["best.pth", "log.bin", "model.pt", "train.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+CHECKS = """
+pinned = torch.rand(8, 4, pin_memory=True).to(device)
+boxes = values = torch.rand(8, 4, device=device)
+assert (boxes[:, 2:] >= boxes[:, :2]).all(), f"corners of {boxes.shape}"
+if not (boxes >= 0).all():
+    raise ValueError("negative")
+if not torch.isfinite(values.mean()) or not values.isfinite().all():
+    raise SystemExit("not finite")
+if torch.isnan(values).any():
+    raise SystemExit("nan")
+"""
+
+
+def test_what_a_script_checks_before_it_raises_holds(script):
+    """Values are not there, but they would be finite, and what the script asserts of them."""
+    result = run("simulate", "--steps", 0, script(textwrap.dedent(TRAIN) + CHECKS), "--steps", 2)
+    assert result.exit_code == 0, result.output
+
+
 def test_a_script_that_stays_on_the_cpu(script):
     name = script(TRAIN.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"cpu"'))
     result = run("simulate", "--gpu", "t4", name)
