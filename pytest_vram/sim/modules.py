@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from pytest_vram.sim import values
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.tensors import SimTensor, adopt
+
+_GOES_TO = "_pytest_vram_device"  #: of an uninitialized parameter or buffer
 
 
 class _Moved:
@@ -93,16 +97,35 @@ def installed(simulation: Any) -> Iterator[None]:
             for child in module.children():
                 child._apply(fn)  # type: ignore[no-untyped-call]
         for param in module._parameters.values():
-            if param is not None:
+            if param is not None and is_lazy(param):
+                _later(param, fn)
+            elif param is not None:
                 _convert(param, fn, moved)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and is_lazy(buffer):
+                _later(buffer, fn)
+            elif buffer is not None:
                 moved.buffer(module, name, buffer)
                 module._buffers[name] = fn(buffer)
         return module
 
+    materialize = UninitializedParameter.materialize
+
+    def made_real(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        """A lazy module's parameter gets its shape, on the card if the module went there."""
+        there = device if device is not None else self.__dict__.pop(_GOES_TO, None)
+        if there is None or torch.device(there).type != "cuda":
+            materialize(self, shape, device, dtype)
+            return
+        content = torch.empty(shape, device=there, dtype=dtype or self.data.dtype)
+        if isinstance(self, torch.nn.Parameter):
+            content = torch.nn.Parameter(content, requires_grad=self.requires_grad)
+        moved.move(self, content)
+
     with patches() as held:
         held.set(torch.nn.Module, "_apply", apply)
+        for kind in (UninitializedParameter, UninitializedBuffer):
+            held.set(kind, "materialize", made_real)
         held.set(torch.Tensor, "data", property(data.__get__, set_data))  # type: ignore[attr-defined]
         handle = register_optimizer_step_pre_hook(
             lambda optimizer, args, kwargs: moved.optimizer(optimizer)
@@ -120,6 +143,16 @@ def _like(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if isinstance(owner, torch.nn.Parameter):
         return torch.nn.Parameter(content, requires_grad=owner.requires_grad)
     return content.requires_grad_(owner.requires_grad)
+
+
+def _later(lazy: Any, fn: Callable[[Any], Any]) -> None:
+    """What has no shape yet goes where ``fn`` sends it when it gets one."""
+    with torch.no_grad():
+        sent = fn(torch.empty(0, dtype=lazy.data.dtype))
+    if sent.device.type == "cuda":
+        setattr(lazy, _GOES_TO, sent.device)
+    else:
+        lazy.data = sent
 
 
 def _convert(param: torch.Tensor, fn: Callable[[Any], Any], moved: _Moved) -> None:

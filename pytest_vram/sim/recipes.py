@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from pytest_vram.sim.kernels import Program
 from pytest_vram.sim.tensors import META, SimTensor
@@ -142,7 +143,9 @@ def add_to_key(items: Sequence[Any], key: list[Any], tensors: list[torch.Tensor]
         elif kind in _PLAIN:
             key.append(item)
         elif isinstance(item, torch.Tensor):
-            if item.layout is not torch.strided or item.is_quantized or item.is_nested:
+            if is_lazy(item) or item.layout is not torch.strided:
+                raise Uncacheable
+            if item.is_quantized or item.is_nested:
                 raise Uncacheable
             tensors.append(item)
             key.append((item.shape, item.stride(), item.dtype, item.storage_offset(), "host"))

@@ -33,7 +33,7 @@ def _is_coo(tensor: Any) -> bool:
 def _joined(indices: Tensor, entries: Tensor, like: Tensor, coalesced: bool) -> Tensor:
     return aten._sparse_coo_tensor_with_dims_and_tensors.default(  # type: ignore[no-any-return]
         like.sparse_dim(), like.dense_dim(), like.shape, indices, entries,
-        layout=_COO, device=CUDA, is_coalesced=coalesced,
+        dtype=entries.dtype, layout=_COO, device=CUDA, is_coalesced=coalesced,
     )  # fmt: skip
 
 
@@ -50,6 +50,22 @@ def _clone(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
         stolen = stolen and indices.is_contiguous() and entries.is_contiguous()
         if not stolen:
             entries, indices = entries.clone(), indices.clone()  # as they are allocated
+        return _joined(indices, entries, source, source.is_coalesced())
+
+
+_strided_copy = HANDLERS[aten._to_copy.default]
+
+
+def _to_copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """To the card, and there to another dtype, part by part (``copy_into_sparse``,
+    SparseTensor.cpp v2.6.0, v2.14.1)."""
+    source, target = args[0], kwargs.get("device") or args[0].device
+    if source.layout is not _COO or target.type != "cuda":
+        return _strided_copy(mode, func, args, kwargs)
+    there = {} if source.is_cuda else {"device": CUDA}
+    with mode:
+        indices = aten._to_copy.default(source._indices(), **there)
+        entries = aten._to_copy.default(source._values(), dtype=kwargs.get("dtype"), **there)
         return _joined(indices, entries, source, source.is_coalesced())
 
 
@@ -199,6 +215,7 @@ def _product(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
+HANDLERS[aten._to_copy.default] = _to_copy
 HANDLERS[aten.clone.default] = _clone
 HANDLERS[aten._coalesce.default] = _coalesce
 HANDLERS[aten.add.Tensor] = HANDLERS[aten.add_.Tensor] = _add

@@ -134,6 +134,15 @@ class SimTensor(FakeTensor):
             return index
         return torch.tensor(index, dtype=None if len(index) else torch.int64, device=self.device)
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """To ``meta``, as ``torch.func``'s ensembles ask: shapes without memory. C++ says ``meta``
+        when it means the card (see the class), so only here can the two be told apart."""
+        if any(_names_meta(part) for part in (*args[:1], kwargs.get("device"))):
+            with torch._C._DisableTorchDispatch():
+                bare = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=META)
+            return bare.to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
     def pin_memory(self, *args: Any, **kwargs: Any) -> SimTensor:
         return self
 
@@ -181,6 +190,10 @@ class SimTensor(FakeTensor):
         if func is torch.ops.prim.device.default:
             return answer_device(args)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _names_meta(device: Any) -> bool:
+    return device == "meta" or (isinstance(device, torch.device) and device.type == "meta")
 
 
 _OWN_ATTRIBUTES = {

@@ -85,6 +85,37 @@ def test_a_module_made_outside_is_itself_again_afterwards() -> None:
     assert model(torch.randn(2, 4)).shape == (2, 4)
 
 
+def test_a_lazy_module_gets_its_shapes_on_the_card(gpu: Simulation) -> None:
+    module = nn.Sequential(nn.LazyLinear(256, bias=False), nn.LazyBatchNorm1d()).to("cuda")
+    weight: torch.Tensor = module[0].weight
+    module(torch.ones(2, 1024, device="cuda"))
+    assert module[0].weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.is_cuda
+    assert weight.shape == (256, 1024)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = gpu.allocator.allocated
+    module(torch.ones(2, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    assert gpu.allocator.allocated - before >= 256 * 1024 * 4
+
+
+def test_a_module_that_goes_to_meta_leaves_the_card(gpu: Simulation) -> None:
+    """The skeleton of ``torch.func``'s ensembles."""
+    model = nn.Linear(256, 256, device="cuda")
+    held = gpu.allocator.allocated
+    skeleton = copy.deepcopy(model)
+    assert gpu.allocator.allocated == 2 * held
+    skeleton.to("meta")
+    assert gpu.allocator.allocated == held
+    assert skeleton.weight.device.type == "meta"
+    assert model.weight.to(torch.device("meta")).is_meta
+    out = torch.func.functional_call(
+        skeleton, dict(model.named_parameters()), torch.ones(2, 256, device="cuda")
+    )
+    assert out.is_cuda
+
+
 def test_an_optimizer_made_outside_forgets_what_it_learned_inside() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -79,6 +79,20 @@ def test_what_a_sparse_operator_allocates(run: Any, expected: list[int]) -> None
     assert _events(lambda: _sparse(False), run) == expected
 
 
+def test_a_sparse_host_tensor_goes_to_the_card_part_by_part() -> None:
+    """How the adjacency of a graph network gets there."""
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        adjacency = torch.eye(100).to_sparse().coalesce().to("cuda")
+        wide = adjacency.to(torch.float64)
+        found = [allocation.requested for allocation in gpu.trace().allocations]
+        assert adjacency.is_coalesced()
+        assert wide._nnz() == 100
+        features = torch.ones(100, 8, device="cuda", requires_grad=True)
+        torch.sparse.mm(adjacency, features * 2).sum().backward()
+    assert found == [2 * 100 * 8, 100 * 4, 2 * 100 * 8, 100 * 8]
+    assert features.grad is not None
+
+
 def test_a_mask_gathers_and_multiplies() -> None:
     def run(mask: Tensor) -> Tensor:
         return torch.zeros(ROWS, COLUMNS, device="cuda").sparse_mask(mask)

@@ -38,7 +38,7 @@ PLAIN = _names(
     fractional_max_pool2d_backward gather glu glu_backward grid_sampler_2d
     grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward hardshrink_backward
     hardsigmoid_backward hardswish hardswish_backward hardtanh_backward huber_loss_backward
-    index_fill_ index_reduce_ leaky_relu_backward linalg_cross log_sigmoid_backward
+    index_fill_ leaky_relu_backward linalg_cross log_sigmoid_backward
     log_sigmoid_forward masked_fill_ max_pool3d_with_indices max_pool3d_with_indices_backward
     max_unpool2d mode mse_loss_backward multi_margin_loss_backward
     multilabel_margin_loss_backward nll_loss2d_backward nll_loss_backward norm
@@ -47,7 +47,7 @@ PLAIN = _names(
     replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward
     replication_pad3d replication_pad3d_backward rot90 rrelu_with_noise_backward scatter scatter_
     scatter_reduce_ select_backward slice_backward smooth_l1_loss_backward softplus_backward
-    softshrink_backward stack take trace tril tril_ triu upsample_bicubic2d upsample_bilinear2d
+    softshrink_backward stack take trace tril tril_ triu upsample_bicubic2d
     upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward upsample_nearest1d
     upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
     upsample_trilinear3d upsample_trilinear3d_backward

@@ -426,6 +426,22 @@ def index_add(
     yield Give("scaled")
 
 
+@rule(aten.index_reduce.default, aten.index_reduce_.default)
+def index_reduce(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """The mean is divided by counts, which ``index_add_`` makes of ones (native/cuda/Indexing.cu,
+    ``index_reduce_cuda_out``, v2.6.0 and v2.14.1)."""
+    target, _, _, source, reduce = args[:5]
+    yield Out(0)
+    if reduce != "mean":
+        return
+    yield Take("counts", size_of(target), "rows that are averaged")
+    yield from scratch(size_of(source), "ones that are counted")
+    yield from scratch(int(target.numel()), "counts that are 0")
+    yield Give("counts")
+
+
 @rule("aten::nonzero_static")
 def nonzero_static(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card

@@ -68,6 +68,20 @@ def pool(
     yield from _held(_copies(False, args[0]))
 
 
+@rule(aten.upsample_bilinear2d.default)
+def bilinear(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """UpSampleBilinear2d.cu: the channels-last kernel, from 16 channels on, wants a dense input;
+    the other takes any."""
+    source, result = args[0], outputs[0]
+    yield Out(0)
+    if result is None or source.shape == result.shape or source.shape[1] < 16:
+        return
+    if channels_last(layout(source)) and not _dense_in_some_format(source):
+        yield from scratch(size_of(source), "dense copy of an operand")
+
+
 @rule(
     aten.upsample_nearest2d_backward.default,
     aten._upsample_nearest_exact2d_backward.default,

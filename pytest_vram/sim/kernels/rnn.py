@@ -140,7 +140,10 @@ def _gru_step(source: Tensor, hidden: Hidden, p: Parameters) -> Hidden:
 def _simple_step(activation: Callable[[Tensor], Tensor]) -> Cell:
     def step(source: Tensor, hidden: Hidden, p: Parameters) -> Hidden:
         gates = torch.nn.functional.linear(hidden, p.w_hh, p.b_hh)
-        return activation(gates.add_(torch.nn.functional.linear(source, p.w_ih, p.b_ih)))
+        added = torch.nn.functional.linear(source, p.w_ih, p.b_ih)
+        out = activation(gates.add_(added))
+        del added, gates  # both live until C++'s whole expression ends
+        return out
 
     return step
 
