@@ -9,7 +9,8 @@ from pytest_vram.places import is_library, is_package
 
 #: What stands in PyTorch between a call and the mode that answers it.
 _DISPATCH = re.compile(
-    r"[/\\]torch[/\\](_dynamo|_subclasses|_ops\.py|_compile\.py|utils[/\\]_stats)"
+    r"[/\\]torch[/\\]"
+    r"(_dynamo|_subclasses|_ops\.py|_compile\.py|overrides\.py|utils[/\\](_stats|_device))"
 )
 
 
@@ -45,8 +46,7 @@ def _kept(traceback: TracebackType | None) -> TracebackType | None:
         path = traceback.tb_frame.f_code.co_filename
         if is_package(path):
             behind_plugin = True
-            while entries and _DISPATCH.search(entries[-1].tb_frame.f_code.co_filename):
-                entries.pop()
+            _drop_dispatch(entries)
         elif not behind_plugin or not is_library(path):
             behind_plugin = False
             entries.append(traceback)
@@ -55,6 +55,19 @@ def _kept(traceback: TracebackType | None) -> TracebackType | None:
     for entry in reversed(entries):
         rebuilt = TracebackType(rebuilt, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return rebuilt
+
+
+def _drop_dispatch(entries: list[TracebackType]) -> None:
+    """What led from the caller's line into the plugin. A function that handed itself over to a mode
+    (``handle_torch_function``) goes as well: it has not run, and what it would have said comes of
+    its caller's line."""
+    handed_over = False
+    while entries:
+        code = entries[-1].tb_frame.f_code
+        if not handed_over and not _DISPATCH.search(code.co_filename):
+            return
+        handed_over = code.co_name == "handle_torch_function"
+        entries.pop()
 
 
 def _saw_a_user(traceback: TracebackType | None) -> bool:

@@ -13,7 +13,7 @@ from pytest_vram.findings import Finding
 from pytest_vram.numerics.cpu_stand_in import CpuStandIn, on_the_cpu
 from pytest_vram.numerics.diagnosis import Birth, Diagnosis
 from pytest_vram.numerics.loop import Loop
-from pytest_vram.numerics.nonfinite import FiniteWatch, read_loss
+from pytest_vram.numerics.nonfinite import LOOK_AT_DATA, FiniteWatch, read_loss
 from pytest_vram.numerics.probes import Probes
 from pytest_vram.numerics.ranges import RangeWatch, VanishingInfinities
 from pytest_vram.numerics.remedies import remedy
@@ -138,25 +138,36 @@ class Watch:
         (``warmup``, ``skipped_steps`` and ``trainable`` are read); ``replay`` a finished
         ``Watch(diagnose=True)``."""
         birth = replay.first_bad if replay is not None else None
-        text = f"first non-finite operator: {birth.text()}" if birth is not None else ""
         warmup = int(getattr(budget, "warmup", 1) or 0)
         allowed = getattr(budget, "skipped_steps", None)
         at_one = replay.finite_gradients if replay is not None and self.scaler.used else None
         patterns = _patterns(budget)
         found = [
             *self._wiring.found.values(),
-            *judge(self.scaler, warmup, allowed, at_one, text, remedy(birth)),
+            *judge(self.scaler, warmup, allowed, at_one, *self._operator(birth)),
             *(_diagnosed(finding, birth) for finding in self._first_not_finite()),
             *self._training.findings(
                 patterns, self.scaler.skipped, self._explained(), self._ranges.only_zeros()
             ),
-            *self._unheld.findings(lambda name: bool(patterns) and matches(name, patterns)),
+            *self._unheld.findings(
+                lambda name: bool(patterns) and matches(name, patterns),
+                copied=self._training.of_a_copy(),
+            ),
             *self._quiet(),
         ]
         if replay is not None and not self.saw_training:
             found += replay.loose_ends(birth)
         self._remarks = tuple(one.sentence for one in found if one.severity == "note")
         return tuple(one for one in found if one.severity != "note")
+
+    def _operator(self, birth: Birth | None) -> tuple[str, str]:
+        """What a finding about the scale says of the operator, and what to do: nothing more than
+        to look there, where the finding about the loss says it."""
+        if birth is None:
+            return "", ""
+        if "loss" in self._finite.found:
+            return "", "skipped because the loss is not finite: see there"
+        return f"first non-finite operator: {birth.text()}", remedy(birth)
 
     def _quiet(self) -> list[Finding]:
         """What leaves everything finite; near misses only where nothing was hit."""
@@ -224,7 +235,9 @@ def _diagnosed(finding: Finding, birth: Birth | None) -> Finding:
         return finding
     if birth.data and finding.data.get("parameters"):
         return finding  # the data in question are the parameters themselves
-    details = (*finding.details, f"first non-finite operator: {birth.text()}")
+    # An operator made it, so the data are not at fault.
+    known = [line.removesuffix(LOOK_AT_DATA) for line in finding.details if not birth.data]
+    details = (*(known or finding.details), f"first non-finite operator: {birth.text()}")
     return replace(finding, details=details, hint=remedy(birth) or finding.hint)
 
 

@@ -183,15 +183,15 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if passed_on and maker is not None and written and name not in _INTENDED | _MOVES:
             # Masks are written as inf, never as NaN: this came with the data.
             cause = f"it was written at {maker.line}"
-            birth = self._birth(name, args, made, node, data=True, what=before)
+            birth = self._birth(name, args, output, made, node, data=True, what=before)
             birth = replace(birth, cause=cause)
             self.births.append(birth)
         elif passed_on:
-            birth = maker or self._birth(name, args, made, node, data=True, what=before)
+            birth = maker or self._birth(name, args, output, made, node, data=True, what=before)
             if maker is None:
                 self.births.append(birth)
         else:
-            birth = self._birth(name, args, made, node)
+            birth = self._birth(name, args, output, made, node)
             if before and maker is not None and not maker.intended:
                 birth = replace(birth, origin=maker)
             elif before:
@@ -204,9 +204,16 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._holders[_storage(tensor)] = birth
 
     def _birth(
-        self, name: str, args: Any, made: str, node: Any, data: bool = False, what: str = ""
+        self,
+        name: str,
+        args: Any,
+        output: Any,
+        made: str,
+        node: Any,
+        data: bool = False,
+        what: str = "",
     ) -> Birth:
-        dtype = next((dtype_name(t.dtype) for t in _tensors(args)), "")
+        dtype = next((dtype_name(t.dtype) for t in _tensors((args, output))), "")
         if node is None:
             intended = name in _INTENDED
             return Birth(
@@ -215,7 +222,11 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )  # fmt: skip
         forward = self._nodes.get(node._sequence_nr())
         if forward is None:
-            return Birth(what or made, node.name(), "", user_line(), True, dtype, data=data)
+            # A function of the user's own: its backward runs operators like any other code.
+            phase = f"{name} in {node.name()}" if hasattr(type(node), "_forward_cls") else ""
+            return Birth(
+                what or made, phase or node.name(), "", user_line(), not phase, dtype, data=data
+            )
         cause = f"its forward output was already {forward.made}" if forward.made else ""
         return Birth(
             what or made, forward.operator, forward.module, forward.line, True, dtype,

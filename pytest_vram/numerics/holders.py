@@ -6,18 +6,20 @@ that what it finds has the name that the user gave it. Nothing that is looked at
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pytest_vram.frames import describe, local_variables, user_frames
+from pytest_vram.numerics.sources import Scope
 
 #: Objects, nodes and elements that one look visits at most.
 _MOST_OBJECTS, _MOST_NODES, _MOST_ELEMENTS = 20_000, 5_000, 1_000
@@ -69,6 +71,7 @@ class Graph:
     newest: int
     oldest: int
     scalar: bool
+    scope: Scope
 
 
 def graphs(before: int) -> list[Graph]:
@@ -88,7 +91,9 @@ def graphs(before: int) -> list[Graph]:
             seen = _reach(root.nodes)
         if seen is not None:
             oldest = _oldest(seen)
-            found.append(Graph(root.who, root.line, len(seen), root.newest, oldest, root.scalar))
+            found.append(
+                Graph(root.who, root.line, len(seen), root.newest, oldest, root.scalar, root.scope)
+            )
     return found
 
 
@@ -99,6 +104,7 @@ class _Root:
     newest: int
     nodes: list[Any]
     scalar: bool
+    scope: Scope
 
 
 def _roots() -> Iterator[_Root]:
@@ -112,7 +118,8 @@ def _roots() -> Iterator[_Root]:
                 nodes = [tensor.grad_fn for tensor in tensors]
                 newest = max(map(_number, nodes))
                 who = f"{kind} '{name}' in {code.co_name}"
-                yield _Root(who, line, newest, nodes, tensors[0].numel() == 1)
+                scalar = tensors[0].numel() == 1
+                yield _Root(who, line, newest, nodes, scalar, Scope(name, code))
 
 
 def _reach(nodes: Iterable[Any]) -> set[Any]:
@@ -147,21 +154,33 @@ class Container:
     who: str  #: ``dict 'data.cache' in test_x``
     tensors: int
     depth: int
+    kind: str  #: what to do about it depends on this: ``container``, ``cache`` or ``exceptions``
+    scope: Scope
 
 
 def containers() -> list[Container]:
     walk = _Walk()
     frames = training_frames()
     for frame in frames:
-        place = f"in {frame.f_code.co_name}"
-        for name, value in local_variables(frame).items():
+        named = local_variables(frame).items()
+        place = _Place(f"in {frame.f_code.co_name}", frame.f_code)
+        # Lists and dicts first: a hook or an object that holds one too knows no better name.
+        for name, value in sorted(named, key=lambda pair: not is_a(pair[1], _CONTAINERS)):
             walk.visit(value, name, place, 0)
     for frame in frames:
-        place = f"(global of {frame.f_globals.get('__name__', '?')})"
+        place = _Place(f"(global of {frame.f_globals.get('__name__', '?')})", frame.f_code)
         for name, value in list(frame.f_globals.items()):
             if not name.startswith("__"):
                 walk.visit(value, name, place, 0)
     return walk.found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a name means something, in words, and the code from which it was met."""
+
+    words: str
+    code: CodeType
 
 
 class _Walk:
@@ -171,7 +190,7 @@ class _Walk:
         self.found: list[Container] = []
         self._seen: set[int] = set()
 
-    def visit(self, value: Any, name: str, place: str, depth: int) -> int:
+    def visit(self, value: Any, name: str, place: _Place, depth: int) -> int:
         kind = type(value)
         if issubclass(kind, Tensor):
             return int(value.device.type == "cuda")
@@ -180,16 +199,45 @@ class _Walk:
         if len(self._seen) >= _MOST_OBJECTS:
             return 0
         self._seen.add(id(value))
+        if issubclass(kind, (FunctionType, MethodType)):
+            return self._closed_over(value, depth)
         count = sum(
             self.visit(inner, f"{name}{suffix}", place, depth + 1)
             for suffix, inner in _inside(value)
         )
-        if count and issubclass(kind, (list, dict, set, deque, _lru_cache_wrapper)):
-            label = "lru_cache" if issubclass(kind, _lru_cache_wrapper) else kind.__name__
-            self.found.append(Container(f"{label} '{name}' {place}", count, depth))
+        if count and issubclass(kind, _CONTAINERS):
+            cached = issubclass(kind, _lru_cache_wrapper)
+            where = f"({_defined_at(value.__wrapped__)})" if cached else place.words
+            who = f"{'lru_cache' if cached else kind.__name__} '{name}' {where}"
+            scope = Scope(name, place.code)
+            self.found.append(Container(who, count, depth, _kind_of(value), scope))
+        return count
+
+    def _closed_over(self, function: Any, depth: int) -> int:
+        """A hook or callback keeps the variables of the function that it was defined in."""
+        target = getattr(function, "__func__", function)
+        place = _Place(f"of {target.__name__} ({_defined_at(target)})", target.__code__)
+        count = 0
+        for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=False):
+            with contextlib.suppress(ValueError):  # an empty cell
+                count += self.visit(cell.cell_contents, name, place, depth + 1)
         return count
 
 
+def _defined_at(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return describe(code, code.co_firstlineno).rsplit(" ", 1)[0] if code else "built in"
+
+
+def _kind_of(container: Any) -> str:
+    if is_a(container, _lru_cache_wrapper):
+        return "cache"
+    held = container.values() if is_a(container, dict) else container
+    few = list(held)[:_MOST_ELEMENTS]
+    return "exceptions" if any(is_a(one, BaseException) for one in few) else "container"
+
+
+_CONTAINERS = (list, dict, set, deque, _lru_cache_wrapper)
 _PLAIN = (str, bytes, int, float, complex, type(None), ModuleType, Optimizer, FrameType)
 
 
@@ -205,11 +253,14 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     elif issubclass(kind, _lru_cache_wrapper):
         # An unbounded cache is a dict; a bounded one refers to its keys and results itself.
         for inner in gc.get_referents(value):
-            yield "()", list(inner.values()) if type(inner) is dict else inner
+            if type(inner) is not dict:
+                yield "()", inner
+                continue
+            for key, result in list(inner.items())[:_MOST_ELEMENTS]:
+                yield "()", key
+                yield "()", result
     elif issubclass(kind, BaseException):
         yield from _frames_of(value)
-    elif issubclass(kind, (FunctionType, MethodType)):
-        yield from _closed_over(value)
     elif issubclass(kind, nn.Module):
         yield from _beside_weights(value)
     elif issubclass(kind, type):
@@ -230,15 +281,6 @@ def _frames_of(error: BaseException) -> Iterator[tuple[str, Any]]:
                 if name != "self" and not is_a(inner, nn.Module):
                     yield f" (traceback, {name})", inner
         step = step.tb_next
-
-
-def _closed_over(function: Any) -> Iterator[tuple[str, Any]]:
-    target = getattr(function, "__func__", function)
-    for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=False):
-        try:
-            yield f" ({name} of {target.__name__})", cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
 
 
 def _beside_weights(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -50,6 +50,7 @@ class OptimizerRecord:
     attempts: int = 0
     waiting: bool = False  #: a backward happened since its last attempt
     loaded_at: str = ""  #: line of a load_state_dict with a non-empty state
+    updates_at_load: int = 0
     scalers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     scalers_met: int = 0  #: gradient scalers that ever stepped it, the dead ones included
     scheduler_steps: dict[int, int] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class Loop(Listener):
         self.forwards = 0
         self.backwards = 0
         self.autocast_dtype: torch.dtype | None = None  # of the last forward with gradients
+        self.scaled = False  #: some backward started from a scaled loss
         self.optimizers: dict[int, OptimizerRecord] = {}
         self.gradients: dict[int, GradientState] = {}
         self._stepped: set[int] = set()  # optimizers that stepped in this step
@@ -180,7 +182,8 @@ class Loop(Listener):
 
     def optimizer_loaded(self, optimizer: Any, state: Any, line: str) -> None:
         if state.get("state"):
-            self.record(optimizer).loaded_at = line
+            record = self.record(optimizer)
+            record.loaded_at, record.updates_at_load = line, record.updates
 
     def scheduler_stepped(self, scheduler: Any) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
@@ -191,9 +194,16 @@ class Loop(Listener):
     def describe(self, optimizer: Any) -> str:
         """``SGD`` while there is one; with several, over whose parameters."""
         kind = type(optimizer).__name__
-        if len(self.optimizers) < 2:
+        parameters = optimizer_parameters(optimizer)
+        mine = {id(p) for p in parameters}
+        # A wrapper around it (accelerate's) is no other optimizer: it has the same parameters.
+        if not any(
+            mine.isdisjoint(map(id, optimizer_parameters(other)))
+            for other in self.live_optimizers()
+            if other is not optimizer
+        ):
             return f"optimizer {kind}"
-        names = self.names.names(optimizer_parameters(optimizer))
+        names = self.names.names(parameters)
         heads = {name.split(".")[0] for name in names}
         if len(heads) == 1 and len(names) > 1:
             return f"optimizer {kind} of '{heads.pop()}'"
@@ -203,6 +213,7 @@ class Loop(Listener):
 
     def backward_begins(self, call: Backward) -> None:
         self.backwards += 1
+        self.scaled |= call.scaler is not None
         self._before = {
             id(p): (id(p.grad), version(p.grad))
             for p in self.parameters()

@@ -37,11 +37,13 @@ def judge(
     """Faults of one pass. ``growth``: the marker's allowance per step; ``attention``: the
     simulation's choices of attention kernels (``Simulation.attention``)."""
     lives = Lives(trace)
+    wasted = evaluation(lives, observed)
     found = [
         *leaks(lives, observed, growth),
-        *survivors(lives, observed),
+        *wasted,
+        # What an evaluation keeps follows from its graphs.
+        *(one for one in survivors(lives, observed) if not wasted or "variables" not in one.data),
         *kept_graphs(lives, observed),
-        *evaluation(lives, observed),
         *checkpointing(lives, observed),
         *old_gradients(lives, observed),
         *loaded_twice(observed),
@@ -63,8 +65,8 @@ def _cause(
     return Finding(kind, severity, sentence, details, hint, data)
 
 
-def _matters(size: int, lives: Lives) -> bool:
-    return size >= max(_SMALL, lives.peak // 20)
+def _matters(size: int, lives: Lives, share: int = 20) -> bool:
+    return size >= max(_SMALL, lives.peak // share)
 
 
 # ---- leaks
@@ -79,7 +81,7 @@ def leaks(lives: Lives, observed: Observed, growth: int) -> list[Finding]:
     if cycle is not None:
         return [cycle]
     if len(last) >= 2 and min(last) > allowed:
-        return [_growth(observed, last)]
+        return [_growth(lives, observed, last)]
     if observed.graphs:
         holder = observed.graphs[0]
         counts = ", ".join(map(str, holder.nodes))
@@ -88,7 +90,7 @@ def leaks(lives: Lives, observed: Observed, growth: int) -> list[Finding]:
                 "fail",
                 f"the graph behind {holder.who} grows with every step ({counts} nodes): it keeps "
                 "the graphs of all steps so far",
-                f"seen at {holder.line}",
+                f"filled at {holder.filled_at}" if holder.filled_at else f"seen at {holder.line}",
                 hint=_detach(holder),
                 kind="leak",
                 nodes=list(holder.nodes),
@@ -109,7 +111,7 @@ def _cycle(lives: Lives, observed: Observed, allowed: int) -> Finding | None:
     if not asked and len(waits) < 2:
         return None
     worst = max(asked or waits, key=lambda c: c.released)
-    who = f" (objects of type {worst.kinds})" if worst.kinds else ""
+    who = f" (it ended {worst.kinds})" if worst.kinds else ""
     when = "live bytes grow from step to step, but" if asked else "in every step"
     return _cause(
         "fail" if asked else "warn",
@@ -126,18 +128,24 @@ def _cycle(lives: Lives, observed: Observed, allowed: int) -> Finding | None:
 
 def _largest_old(lives: Lives, repetition: int) -> list[str]:
     """Where the largest of what waits for the collector was made: it was alive a step before."""
-    old = [
-        life
-        for life in lives.alive_at(lives.repetition(repetition - 1))
-        if life.bill not in _OWNED and life.phase.name not in ("setup", "between", "backward")
-    ]
-    if not old:
+    for number in (repetition, repetition - 1):
+        old = [
+            life
+            for life in lives.alive_at(lives.repetition(number))
+            if life.bill not in _OWNED and life.phase.name not in ("setup", "between", "backward")
+        ]
+        if old:
+            break
+    else:
         return []
     life = max(old, key=lambda one: one.block)
     return [f"the largest: {in_words(life.dtype, life.shape)} made at {life.frame}"]
 
 
 def _detach(holder: GraphHolder) -> str:
+    if holder.who.startswith("tuple"):
+        name = holder.who.split("'")[1]
+        return f"cut the graph between steps: {name} = tuple(t.detach() for t in {name})"
     if not holder.who.startswith("variable"):
         return "store .item() or .detach(), not tensors with a graph"
     if holder.scalar:
@@ -146,29 +154,83 @@ def _detach(holder: GraphHolder) -> str:
     return f"cut the graph between steps: {name} = {name}.detach()"
 
 
-def _growth(observed: Observed, last: list[int]) -> Finding:
-    if observed.graphs:
-        holder = observed.graphs[0]
-        counts = ", ".join(map(str, holder.nodes))
-        has = "has a grad_fn" if holder.who.startswith("variable") else "holds tensors with a graph"
-        why = f"{holder.who} {has} and keeps every step's graph ({counts} nodes)"
-        hint, line = _detach(holder), holder.line
-    elif observed.containers:
-        why = f"{observed.containers[0]} keeps tensors of past steps"
-        hint, line = "store .item() or .detach().cpu(), or clear it each step", ""
-    else:
-        why = "something keeps tensors of past steps (a hook, a global, a cache)"
-        hint, line = "look for attributes and closures that store tensors", ""
+def _growth(lives: Lives, observed: Observed, last: list[int]) -> Finding:
+    why, where, hint = _keeper(observed)
     return _cause(
         "fail",
         f"live memory grows by {format_bytes(min(last))} or more per step, {len(last)} times in a "
         f"row: {why}",
+        *([where] if where else []),
+        *_kept_each_time(lives, len(observed.alive)),
         _alive_line(observed),
-        *([f"seen at {line}"] if line else []),
         hint=hint,
         kind="leak",
         growth=last,
     )
+
+
+def _keeper(observed: Observed) -> tuple[str, str, str]:
+    """Who keeps tensors of past steps, where that is written, and what to do about it."""
+    if observed.graphs:
+        graph = observed.graphs[0]
+        counts = ", ".join(map(str, graph.nodes))
+        has = "has a grad_fn" if graph.who.startswith("variable") else "holds tensors with a graph"
+        where = f"filled at {graph.filled_at}" if graph.filled_at else f"seen at {graph.line}"
+        return (
+            f"{graph.who} {has} and keeps every step's graph ({counts} nodes)",
+            where,
+            _detach(graph),
+        )
+    if observed.containers:
+        keeper = observed.containers[0]
+        why, hint = _KEEPERS[keeper.kind]
+        where = f"filled at {keeper.filled_at}" if keeper.filled_at else ""
+        return f"{keeper} {why}", where, hint
+    if observed.creates:
+        return (
+            f"backward(create_graph=True) at {observed.creates} makes each leaf and its .grad "
+            "refer to each other, a cycle that Python's collector does not see",
+            "",
+            "use torch.autograd.grad(..., create_graph=True), or set .grad = None after the step",
+        )
+    return (
+        "something keeps tensors of past steps (a hook, a global, a cache)",
+        "",
+        "look for attributes and closures that store tensors",
+    )
+
+
+_KEEPERS = {
+    "container": (
+        "keeps tensors of past steps",
+        "store .item() or .detach().cpu(), or clear it each step",
+    ),
+    "cache": (
+        "keeps what it was called with and what it returned",
+        "no tensor equals another as a key, so the cache only grows: key it by shape and device, "
+        "or leave it out",
+    ),
+    "exceptions": (
+        "keeps exceptions, and with them the variables of every frame that they came through",
+        "store str(error), or error.with_traceback(None)",
+    ),
+}
+
+
+def _kept_each_time(lives: Lives, repetitions: int) -> list[str]:
+    """The largest tensor that the last step but one made and that nobody let go of."""
+    begin, end = lives.repetition(repetitions - 2), lives.repetition(repetitions - 1)
+    last = lives.repetition(repetitions)
+    kept = [
+        life
+        for life in lives.alive_at(last)
+        if begin <= life.birth < end and life.bill not in _OWNED
+    ]
+    if not kept:
+        return []
+    life = max(kept, key=lambda one: one.block)
+    made = f"{in_words(life.dtype, life.shape)} ({format_bytes(life.block)}) made at {life.frame}"
+    return [f"the largest each time: {made} by {life.operator}"]
 
 
 # ---- survivors
@@ -180,11 +242,12 @@ def survivors(lives: Lives, observed: Observed) -> list[Finding]:
     found = []
     attributes = [h for h in observed.holders if h.who.startswith("attribute")]
     variables = [h for h in observed.holders if h.who.startswith("variable")]
-    for holders, maker in ((attributes, _attributes), (variables, _variables)):
+    # Every loop variable survives its step: worth a word only where it is a good part of it all.
+    for holders, maker, share in ((attributes, _attributes, 20), (variables, _variables, 10)):
         for number in sorted({holder.repetition for holder in holders}):
             kept = _kept([h for h in holders if h.repetition == number], lives)
             size = sum(life.block for _, life in kept)
-            if kept and _matters(size, lives):
+            if kept and _matters(size, lives, share):
                 found.append(maker(kept, size, number))
                 break
     return found
@@ -294,6 +357,23 @@ def evaluation(lives: Lives, observed: Observed) -> list[Finding]:
     if not observed.eval_with_graph:
         return []
     held = lives.bill_at_peak("activations")
+    if observed.eval_growth:
+        keeper = observed.eval_keeper
+        who = f": {keeper.who} keeps the graph of each" if keeper is not None else ""
+        filled = keeper.filled_at if keeper is not None else ""
+        return [
+            _cause(
+                "fail",
+                f"an evaluation with gradients on grows by {format_bytes(observed.eval_growth)} "
+                f"with every forward, the last at {observed.eval_with_graph}{who}",
+                *([f"filled at {filled}"] if filled else []),
+                f"activations at the peak {format_bytes(held)}",
+                hint="evaluate inside torch.no_grad() or torch.inference_mode()",
+                kind="leak",
+                bytes=held,
+                per_forward=observed.eval_growth,
+            )
+        ]
     return [
         _cause(
             "warn",

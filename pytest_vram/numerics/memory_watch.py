@@ -60,6 +60,21 @@ class GraphHolder:
     nodes: tuple[int, ...]
     line: str
     scalar: bool = True
+    filled_at: str = ""  #: the statement that adds to it, where the source says
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """A list, dict, set or cache that held more tensors at every look."""
+
+    who: str
+    first: int  #: tensors at the first look
+    last: int
+    kind: str = "container"  #: or ``cache``, ``exceptions``
+    filled_at: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.who} ({self.first} -> {self.last} tensors)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +103,7 @@ class Observed:
     collections: list[Collection] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     graphs: list[GraphHolder] = field(default_factory=list)
-    containers: list[str] = field(default_factory=list)  #: lists and dicts that gained tensors
+    containers: list[Growing] = field(default_factory=list)
     backwards: int = 0
     flags: list[str] = field(default_factory=list)
     checkpoints: list[tuple[str, int]] = field(default_factory=list)  #: (line, backwards so far)
@@ -100,6 +115,8 @@ class Observed:
     retains: str = ""  #: line of the first backward(retain_graph=True)
     creates: str = ""  #: line of the first backward(create_graph=True)
     eval_with_graph: str = ""  #: line of a forward in eval mode that needed torch.no_grad()
+    eval_growth: int = 0  #: bytes that each of these forwards left behind
+    eval_keeper: GraphHolder | None = None  #: who keeps them
     compiled: list[str] = field(default_factory=list)
     loaded: list[tuple[str, int]] = field(default_factory=list)  #: saved states still alive
 
@@ -127,7 +144,9 @@ class MemoryWatch(Listener):
         self._containers: dict[str, list[Container]] = {}
         self._states: list[tuple[str, list[weakref.ref[Tensor]]]] = []
         self._described = False
-        self._eval_forwards, self._eval_line = 0, ""
+        self._eval_line = ""
+        self._eval_alive: list[int] = []  # bytes as each forward of an evaluation with graphs began
+        self._eval_keeper: GraphHolder | None = None
         self._collecting: tuple[int, list[tuple[str, weakref.ref[Any]]]] | None = None
         self._searched = False  # for a cycle, because live bytes grew
 
@@ -150,11 +169,15 @@ class MemoryWatch(Listener):
         self._read_containers()
 
     def _read_graphs(self) -> None:
-        for who, found in self._graphs.items():
+        """Those that come out of themselves first, then those made first: what was made of them
+        only passes them on."""
+        for who, found in sorted(self._graphs.items(), key=lambda entry: entry[1][-1].newest):
             nodes, last = [graph.nodes for graph in found], found[-1]
             if _grows(nodes, looks=3):
-                holder = GraphHolder(who, tuple(nodes), last.line, last.scalar)
+                filled = last.scope.filled_at()
+                holder = GraphHolder(who, tuple(nodes), last.line, last.scalar, filled)
                 self.observed.graphs.append(holder)
+        self.observed.graphs.sort(key=lambda holder: not holder.filled_at)
 
     def _read_containers(self) -> None:
         """Those that gained tensors at every look, the one that gained most and, of several that
@@ -166,7 +189,14 @@ class MemoryWatch(Listener):
         ]
         growing.sort(key=lambda seen: (seen[0].tensors - seen[-1].tensors, -seen[-1].depth))
         self.observed.containers = [
-            f"{seen[-1].who} ({seen[0].tensors} -> {seen[-1].tensors} tensors)" for seen in growing
+            Growing(
+                seen[-1].who,
+                seen[0].tensors,
+                seen[-1].tensors,
+                seen[-1].kind,
+                seen[-1].scope.filled_at(),
+            )
+            for seen in growing
         ]
 
     def _patch_compile(self) -> None:
@@ -197,16 +227,23 @@ class MemoryWatch(Listener):
         """Forwards in eval mode that build graphs which no backward uses: it would need no_grad."""
         wasteful = not module.training and torch.is_grad_enabled()
         if wasteful and any(p.requires_grad for p in module.parameters()):
-            self._eval_forwards += 1
-            if self._eval_forwards == 2:
+            self._eval_alive.append(int(torch.cuda.memory_allocated()))
+            if len(self._eval_alive) == 2:
                 self._eval_line = user_line()
+            if len(self._eval_alive) == 4 and _keeps_growing(self._eval_alive):
+                self._eval_keeper = _widest_graph()
         elif module.training:
             self._settle_eval()
 
     def _settle_eval(self) -> None:
-        if self._eval_forwards >= 2 and not self.observed.eval_with_graph:
+        if len(self._eval_alive) >= 2 and not self.observed.eval_with_graph:
             self.observed.eval_with_graph = self._eval_line
-        self._eval_forwards = 0
+        if len(self._eval_alive) >= 4 and _keeps_growing(self._eval_alive):
+            # The first forward also brings workspaces; what counts is that it goes on.
+            grown = [after - before for before, after in pairwise(self._eval_alive[1:])]
+            self.observed.eval_growth = max(self.observed.eval_growth, min(grown))
+            self.observed.eval_keeper = self.observed.eval_keeper or self._eval_keeper
+        self._eval_alive = []
 
     def _same_root(self, module: nn.Module) -> bool:
         """Without any backward a repetition is another forward of the module that came first."""
@@ -245,7 +282,7 @@ class MemoryWatch(Listener):
 
     def backward_begins(self, call: Backward) -> None:
         self.observed.backwards += 1
-        self._eval_forwards = 0  # they were for this loss
+        self._eval_alive = []  # they were for this loss
         if self.observed.backwards == 1:
             self._one_repetition()
         if call.creates:
@@ -374,6 +411,16 @@ class MemoryWatch(Listener):
 def _keeps_growing(alive: list[int]) -> bool:
     growths = [after - before for before, after in pairwise(alive[-3:])]
     return len(growths) == 2 and min(growths) > SUSPICIOUS
+
+
+def _widest_graph() -> GraphHolder | None:
+    """The variable or list behind which most of the graph hangs."""
+    found = graphs(0)
+    if not found:
+        return None
+    graph = max(found, key=lambda one: one.nodes)
+    filled = graph.scope.filled_at()
+    return GraphHolder(graph.who, (graph.nodes,), graph.line, graph.scalar, filled)
 
 
 def _grows(sizes: list[int], looks: int) -> bool:

@@ -96,7 +96,8 @@ class NameBook:
         prefixes = _prefixes(roots) if len(roots) > 1 else [""]
         for root, prefix in zip(roots, prefixes, strict=False):
             for name, module in root.named_modules():
-                self._modules.setdefault(id(module), (weakref.ref(module), prefix + name))
+                path = (prefix + name).rstrip(".")
+                self._modules.setdefault(id(module), (weakref.ref(module), path))
             for name, parameter in root.named_parameters():
                 self._parameters.setdefault(id(parameter), (weakref.ref(parameter), prefix + name))
 

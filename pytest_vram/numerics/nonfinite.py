@@ -25,6 +25,7 @@ from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
 from pytest_vram.numerics.probes import Backward, Listener, Update
 from pytest_vram.numerics.remedies import BACKWARD
 
+LOOK_AT_DATA = ": look at the data"
 #: Elements of the scratch buffer for dtypes that the fused check does not know: 4 MiB.
 _SCRATCH = 1 << 20
 _CHECKED = (torch.float32, torch.float16, torch.float64)
@@ -194,7 +195,7 @@ class FiniteWatch(Listener):
             name = self._loop.names.module_name(module)
             self._bad_input = (
                 f"the input of {name} already held {describe_bad(bad)} "
-                f"({dtype_name(bad.dtype)}{list(bad.shape)}): look at the data"
+                f"({dtype_name(bad.dtype)}{list(bad.shape)}){LOOK_AT_DATA}"
             )
         if self._loop.backwards or "output" in self.found:
             return

@@ -55,6 +55,16 @@ _REMEDIES["_ctc_loss"] = (
 )
 _REMEDIES["nll_loss2d_forward"] = _REMEDIES["nll_loss_forward"]
 
+_DIFFERENCE = "inf - inf is NaN: keep both finite (masks of -1e4 or finfo.min, added once)"
+#: Of finite tensors they make NaN only with an infinite number.
+_ARITHMETIC = {
+    "mul": "0 * inf is NaN: set masked elements with masked_fill or torch.where, not by "
+    "multiplying a mask with an infinite number",
+    "add": _DIFFERENCE,
+    "sub": _DIFFERENCE,
+    "rsub": _DIFFERENCE,
+}
+
 #: Where backward fails and the forward did not.
 BACKWARD = (
     "a derivative is infinite where its function is finite: sqrt, norm or log near 0, log1p(-1), a "
@@ -75,10 +85,12 @@ def remedy(birth: Birth | None) -> str:
 
 
 def _of_one(birth: Birth) -> str:
-    name = birth.operator.rstrip("_")
+    name = birth.operator.partition(" in ")[0].rstrip("_")
     if name in ("sum", "mean") and birth.what == "NaN":
         return "a mean over no element is NaN: skip the step for an empty selection"
     found = _REMEDIES.get(name, BACKWARD if birth.backward else "")
+    if name in _ARITHMETIC and not birth.backward:
+        found = _ARITHMETIC[name] if birth.what == "NaN" else _PRODUCT
     if found is _PRODUCT and birth.dtype == "float16":
         return _PRODUCT_HALF
     return found

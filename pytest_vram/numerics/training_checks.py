@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pytest_vram.findings import Finding, Severity
 from pytest_vram.numerics.loop import Loop, version
+from pytest_vram.numerics.loss_graph import LossGraph, read_graph
 from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
 from pytest_vram.numerics.nonfinite import LossValue
 from pytest_vram.numerics.probes import Backward, Listener, Update
@@ -31,9 +32,10 @@ class Missing:
     name: str
     shape: tuple[int, ...]
     numel: int
-    why: str  #: cut, dropped, no_grad, idle, copy, sibling, unknown
+    why: str  #: cut, swallowed, rewrapped, dropped, no_grad, idle, copy, sibling, unknown
     optimizer: str = ""
     twin: str = ""  #: the type of a module like its own that ran instead
+    cause: str = ""  #: what the loss's graph says: its end, or a function that returned None
 
     @property
     def named(self) -> bool:
@@ -73,6 +75,10 @@ class TrainingWatch(Listener):
         self.still: list[tuple[str, int, bool, bool]] = []
         self.unstepped: list[tuple[str, int, str]] = []
         self.dead: dict[str, tuple[list[str], int]] = {}  # optimizer -> parameters, updates
+        self._zero_start = False  # a weight that began at 0, such as LoRA's B
+        self._backward_line = ""
+        self._graph = LossGraph()  # of the last backward that left a parameter without gradient
+        self.flat: list[str] = []  # operators without a slope in the first losses
 
     # ---- which parameters have gradients
 
@@ -86,9 +92,26 @@ class TrainingWatch(Listener):
 
     def backward_ends(self, call: Backward) -> None:
         self._note_unstepped(call)
+        self._look_at_graph(call)
         if not self._loop.optimizers and not call.inside_step and self._worth_a_census(0):
             parameters = [p for p in self._loop.names.parameters() if self._loop.used(p)]
             self._census(0, parameters, "")
+
+    def _look_at_graph(self, call: Backward) -> None:
+        """While it lives: what is missing is judged after the step."""
+        self._backward_line = call.line
+        if self._loop.backwards > 4:
+            return
+        parameters = self._loop.parameters()
+        known = {id(p) for p in parameters}
+        without = any(
+            p.requires_grad and p.grad is None and not self._loop.state(p).ever for p in parameters
+        )
+        if without or self._loop.backwards == 1:
+            graph = read_graph(call.roots, known)
+            self.flat += [name for name in graph.flat if name not in self.flat]
+            if without:
+                self._graph = graph
 
     def _worth_a_census(self, key: int) -> bool:
         """Again only while somebody is missing: who has had a gradient keeps it."""
@@ -121,7 +144,24 @@ class TrainingWatch(Listener):
             why = "sibling"
         else:
             why = "idle"
-        return Missing(name, tuple(parameter.shape), parameter.numel(), why, optimizer)
+        entry = Missing(name, tuple(parameter.shape), parameter.numel(), why, optimizer)
+        if why in ("dropped", "cut"):
+            self._read_cause(entry, parameter)
+        return entry
+
+    def _read_cause(self, entry: Missing, parameter: Tensor) -> None:
+        graph = self._graph
+        custom = graph.swallows(parameter)
+        if custom is not None:
+            at = f" ({custom.line})" if custom.line else ""
+            entry.why, entry.cause = "swallowed", f"{custom.name}.backward{at}"
+        elif entry.why == "dropped" and not self.trained and graph.root_is_leaf:
+            entry.why, entry.cause = "rewrapped", "the loss is a tensor made"
+        elif entry.why == "dropped" and not self.trained and graph.ends:
+            entry.why, entry.cause = (
+                "rewrapped",
+                f"the graph of the loss ends at a {graph.ends[0]} made",
+            )
 
     def _of_a_copy(self, missing: list[Missing], parameters: list[Tensor]) -> None:
         """Nothing of the optimizer's model ran, but a module like it that no optimizer holds."""
@@ -136,6 +176,10 @@ class TrainingWatch(Listener):
             if any(type(root) is type(other) for root in roots):
                 for entry in missing:
                     entry.why, entry.twin = "copy", type(other).__name__
+
+    def of_a_copy(self) -> bool:
+        """Whether some optimizer's model did not run, but one like it."""
+        return any(entry.why == "copy" for group in self.missing.values() for entry in group)
 
     def _has_running_sibling(self, module: nn.Module) -> bool:
         """Experts, dropped layers: a module of the same kind under the same list did run
@@ -257,6 +301,7 @@ class TrainingWatch(Listener):
         if seen:
             learning = any(sample.learning for sample in samples)
             zero = not any(bool(gradient.any()) for gradient in seen)
+            self._zero_start = any(map(self._began_at_zero, samples))
             self.still.append((name, updates, learning, zero))
 
     def _note_dead(self, optimizer: Any, updates: int) -> None:
@@ -390,8 +435,12 @@ class TrainingWatch(Listener):
             "untrained",
             severity,
             f"{len(members)} of {self.total} trainable parameters{owner} {verb} grad None after "
-            f"backward: {listed(names)}; {reason.format(twin=members[0].twin)}",
-            tuple(f"{entry.name} {list(entry.shape)}" for entry in members[:8] if entry.named),
+            f"backward: {listed(names)}; "
+            f"{reason.format(twin=members[0].twin, cause=members[0].cause)}",
+            (
+                f"backward at {self._backward_line}",
+                *(f"{entry.name} {list(entry.shape)}" for entry in members[:8] if entry.named),
+            ),
             hint,
             {"parameters": names, "elements": sum(entry.numel for entry in members)},
         )
@@ -457,13 +506,17 @@ class TrainingWatch(Listener):
                 continue
             why = "every gradient is exactly 0" if learning else "its learning rate is 0"
             hint = (
-                "the loss does not depend on the parameters' values (a factor 0, a saturated loss)"
+                self._why_zero()
                 if learning
                 else "check the schedule: a warm-up from 0 needs more steps, a finished one none"
             )
             sentence = f"{name} changed nothing in {updates} updates: {why}"
+            if learning:
+                sentence += f", though the loss is not (backward at {self._losses[-1].line})"
             # A zero initialisation may sit where the gradient is 0: worth a remark.
-            severity: Severity = "note" if learning else "fail"
+            severity: Severity = "fail"
+            if learning:
+                severity = "note" if self._zero_start else "warn"
             result.append(Finding("untrained", severity, sentence, (), hint, {"updates": updates}))
         for name, backwards, line in self.unstepped:
             sentence = (
@@ -473,6 +526,14 @@ class TrainingWatch(Listener):
             hint = "call optimizer.step() after backward"
             result.append(Finding("untrained", "fail", sentence, (), hint))
         return result
+
+    def _why_zero(self) -> str:
+        if self._loop.autocast_dtype is torch.float16 and not self._loop.scaled:
+            return "float16 gradients under 6e-8 are 0: scale the loss with a GradScaler"
+        return (
+            f"{_flat_words(self.flat)}the loss does not depend on the parameters' values (a factor "
+            "0, a saturated loss, softmax over one element)"
+        )
 
     def _all_losses_zero(self) -> bool:
         return len(self._losses) > 1 and not any(note.value for note in self._losses)
@@ -506,8 +567,9 @@ class TrainingWatch(Listener):
                     f"{listed(looked, len(looked))} of {owner}, while others are not: nothing "
                     "trains them",
                     tuple(f"{name} gave nothing but zeros" for name in silent[:4]),
-                    "look for a factor 0, a gate or ReLU that never opens (its bias, the learning "
-                    "rate), an all-zero mask; in float16 without a scaler for gradients under 6e-8",
+                    f"{_flat_words(self.flat)}look for a factor 0, a gate or ReLU that never opens "
+                    "(its bias, the learning rate), an all-zero mask; in float16 without a scaler "
+                    "for gradients under 6e-8",
                     {"parameters": names},
                 )
             )
@@ -560,6 +622,20 @@ _REASONS: tuple[tuple[str, str, str, str], ...] = (
         "their modules ran, but the output carries no graph: it was cut inside forward",
         "look for weights cast or cached under no_grad (autocast cache), .detach(), .data, or "
         "checkpointing with use_reentrant=True on inputs that need no grad",
+    ),
+    (
+        "swallowed",
+        "fail",
+        "{cause} returned None for what they depend on",
+        "return a gradient for each input of forward that is differentiable",
+    ),
+    (
+        "rewrapped",
+        "fail",
+        "{cause} to require grad by itself (requires_grad_(), Variable, a new tensor), and nothing "
+        "before it gets a gradient",
+        "call backward on a loss that comes of the model's output through differentiable operators "
+        "only: no .item(), .data, numpy, argmax or torch.tensor(...) in between",
     ),
     (
         "dropped",
@@ -623,6 +699,15 @@ def _is_stuck(sample: _Sample) -> bool:
     if not sample.gradient.any():
         return False
     return sample.changed < 0.01 if sample.low_precision else sample.changed == 0.0
+
+
+def _flat_words(flat: Sequence[str]) -> str:
+    if not flat:
+        return ""
+    return (
+        f"the derivative of {listed(flat)} is 0 everywhere: pass the gradient around it, "
+        f"x + (x.{flat[0]}() - x).detach(); or "
+    )
 
 
 def _any(gradient: Tensor | None) -> bool:

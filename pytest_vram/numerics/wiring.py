@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_vram.findings import Finding
-from pytest_vram.numerics.loop import Loop, Reached
+from pytest_vram.numerics.loop import GradientState, Loop, Reached
 from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
 from pytest_vram.numerics.probes import Backward, Clip, Listener, ScalerCall, Update
 
@@ -30,6 +30,8 @@ class WiringWatch(Listener):
         self._reentrant: list[tuple[str, Any]] = []
         self._micro: list[tuple[str, str]] = []  # (line, how the loss was reduced) since an update
         self._threads: set[int] = set()  # that ran backward
+        #: state of a gradient -> how often its scaler had been updated when it was made, and where
+        self._produced: dict[int, tuple[int, str]] = {}
 
     def _add(self, key: str, sentence: str, *details: str, hint: str = "", **more: Any) -> None:
         kind = more.pop("kind", "scaler")
@@ -79,7 +81,8 @@ class WiringWatch(Listener):
         else:
             self._beside_the_scaler(update)
         self._undivided_loss(update)
-        self._never_zeroed(update)
+        if not update.closure:  # its backward has yet to run
+            self._never_zeroed(update)
         self._thrown_away(update)
 
     def _refused(self, call: ScalerCall, seen: _ScalerSeen) -> None:
@@ -138,10 +141,11 @@ class WiringWatch(Listener):
         ]
         now = self._loop_scale(scaler)
         wrong = [state for state in states if state.scale not in (1.0, now)]
+        seen = self._scaler(scaler)
         if not wrong or not now:  # a scale that has collapsed to 0 is the scaler watch's finding
+            self._updated_between(optimizer, states, seen, line)
             return
         was = wrong[0].scale
-        seen = self._scaler(scaler)
         self._add(
             "scale changed",
             f"{self._loop.describe(optimizer)} is unscaled with {now:g} at {line}, but its "
@@ -151,6 +155,27 @@ class WiringWatch(Listener):
             produced=was,
             divided=now,
         )
+
+    def _updated_between(
+        self, optimizer: Any, states: list[GradientState], seen: _ScalerSeen, line: str
+    ) -> None:
+        """The scale happened to stay; at its next growth or fall the gradients are wrong."""
+        older = [
+            made
+            for state in states
+            if state.contributions and (made := self._produced.get(id(state))) is not None
+            if made[0] < seen.updates
+        ]
+        if older:
+            self._add(
+                "updated between",
+                f"scaler.update() at {seen.updated_at} runs between the backward of "
+                f"{self._loop.describe(optimizer)} ({older[0][1]}) and its step at {line}: when it "
+                "changes the scale, these gradients are divided by another one than they were "
+                "multiplied by",
+                hint="step all optimizers first, then call scaler.update() once",
+                severity="warn",
+            )
 
     def _never_scaled(self, update: Update) -> None:
         """The scaler divides what was never multiplied."""
@@ -275,7 +300,9 @@ class WiringWatch(Listener):
 
     def _lost_scaler_state(self, call: ScalerCall, seen: _ScalerSeen) -> None:
         record = self._loop.record(call.optimizer)
-        if not record.loaded_at or seen.loaded or seen.updates or record.updates:
+        if not record.loaded_at or seen.loaded or seen.updates:
+            return
+        if record.updates > record.updates_at_load:
             return
         self._add(
             "scaler state",
@@ -336,6 +363,8 @@ class WiringWatch(Listener):
 
     def update_ends(self, update: Update) -> None:
         self._micro.clear()
+        if update.closure and update.applied:
+            self._never_zeroed(update)
         if update.scaler is not None:
             seen = self._scaler(update.scaler)
             seen.ever_stepped[id(update.optimizer)] = update.line
@@ -346,6 +375,15 @@ class WiringWatch(Listener):
     # ---- clipping and accumulation
 
     def clip_begins(self, clip: Clip) -> None:
+        if not clip.parameters:
+            self._add(
+                "clip nothing",
+                f"{clip.function} at {clip.line} was given no parameters, so nothing is clipped: a "
+                "generator such as model.parameters() can be used once",
+                hint="call model.parameters() anew, or keep list(model.parameters())",
+                kind="untrained",
+                severity="warn",
+            )
         states = [self._loop.state(p) for p in clip.parameters if p.grad is not None]
         if states and all(state.used_up() for state in states):
             self._add(
@@ -387,11 +425,16 @@ class WiringWatch(Listener):
             node = below_scaling(node)
         self._micro.append((call.line, _reduction(node)))
         self._threads.add(get_ident())
+        if node is None and not any(root.requires_grad for root in call.roots):
+            self._cut_by_checkpoint()  # backward will raise: this is why
 
     def backward_ends(self, call: Backward) -> None:
         mixed = [r for r in self._loop.reached if r.before.unscaled_at and not r.before.applied]
         if mixed and call.scale != 1.0:
             self._mixed_units(call, mixed)
+        if call.scaler is not None:
+            made = self._scaler(call.scaler).updates, call.line
+            self._produced.update({id(r.state): made for r in self._loop.reached})
         self._cut_by_checkpoint()
 
     def _mixed_units(self, call: Backward, mixed: list[Reached]) -> None:
@@ -409,7 +452,7 @@ class WiringWatch(Listener):
         """What the optimizer reads is the sum of this step's gradients and of used ones."""
         parameters = [p for p in optimizer_parameters(update.optimizer) if p.grad is not None]
         stacked = [p for p in parameters if self._loop.state(p).stacked_at]
-        if not stacked or update.closure:
+        if not stacked:
             return
         self._add(
             "never zeroed",
@@ -509,21 +552,23 @@ class WiringWatch(Listener):
                 self._reentrant.append((line, parameters))
 
     def _cut_by_checkpoint(self) -> None:
-        for line, parameters in self._reentrant:
-            without = [p for p in parameters if p.requires_grad and p.grad is None]
-            if without:
-                names = self._loop.names.names(without)
-                self._add(
-                    "reentrant",
-                    f"checkpoint(use_reentrant=True) at {line} got no input that requires grad: "
-                    f"{len(without)} of {sum(p.requires_grad for p in parameters)} trainable "
-                    f"parameters inside get no gradient ({listed(names)})",
-                    hint="use checkpoint(..., use_reentrant=False), or make the frozen embedding's "
-                    "output require grad (model.enable_input_require_grads())",
-                    kind="untrained",
-                    parameters=names,
-                )
-        self._reentrant.clear()
+        """Segment after segment: what comes out of the first needs no gradient either."""
+        segments, self._reentrant = self._reentrant, []
+        inside = {id(p): p for _, parameters in segments for p in parameters if p.requires_grad}
+        without = [p for p in inside.values() if p.grad is None]
+        if not without:
+            return
+        names = self._loop.names.names(without)
+        self._add(
+            "reentrant",
+            f"checkpoint(use_reentrant=True) at {segments[0][0]} got no input that requires grad: "
+            f"{len(without)} of {len(inside)} trainable parameters inside get no gradient "
+            f"({listed(names)})",
+            hint="use checkpoint(..., use_reentrant=False), or make the frozen embedding's "
+            "output require grad (model.enable_input_require_grads())",
+            kind="untrained",
+            parameters=names,
+        )
 
 
 class _ScalerSeen:

@@ -19,7 +19,7 @@ from pytest_vram.numerics import Watch
 from pytest_vram.numerics.lives import Lives
 from pytest_vram.numerics.memory_causes import judge, peak_reserved_under, with_causes
 from pytest_vram.numerics.memory_explain import explain
-from pytest_vram.numerics.memory_watch import MemoryWatch, Observed
+from pytest_vram.numerics.memory_watch import Growing, MemoryWatch, Observed
 from pytest_vram.observe import Observer
 from pytest_vram.sim import Simulation, find_profile
 from pytest_vram.trace import Allocation, Event, Phase, Trace
@@ -103,6 +103,15 @@ def test_a_list_of_outputs_is_named() -> None:
     assert re.search(
         r"grows by 512\.0 KiB or more per step, 3 times.*list 'kept' in body", found.text()
     )
+    filled, largest, *_ = found.details
+    assert re.fullmatch(
+        r"filled at .*test_memory_causes\.py:\d+ body: kept\.append\(out\.detach\(\)\)", filled
+    )
+    assert re.fullmatch(
+        r"the largest each time: float32\[512, 256\] \(512\.0 KiB\) made at "
+        r".*test_memory_causes\.py:\d+ body by aten::addmm",
+        largest,
+    )
 
 
 def test_a_graph_that_grows_by_less_than_the_allowance() -> None:
@@ -124,6 +133,7 @@ def test_a_graph_that_grows_by_less_than_the_allowance() -> None:
         r"the graph behind variable 'total' in body grows with every step", found.sentence
     )
     assert "loss.item()" in found.hint
+    assert found.details[0].endswith("body: total = total + loss")
 
 
 def test_a_global_cache_without_a_name() -> None:
@@ -174,9 +184,102 @@ def test_who_keeps_tensors_of_past_steps_has_a_name(how: str) -> None:
     cached.cache_clear()
     names = {
         "attribute": "list 'keeper.history' in body",
-        "lru_cache": "lru_cache 'cached' (global",
+        "lru_cache": "lru_cache 'cached' (",
     }
     assert names[how] in sentence
+
+
+@functools.cache
+def bias_for(scores: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(scores)
+
+
+def test_a_cache_that_is_keyed_by_tensors() -> None:
+    """No tensor equals another, so each call adds one."""
+
+    def body() -> None:
+        bias_for.cache_clear()
+        model = stack()
+        for _ in range(5):
+            out = model(torch.randn(512, 256, device="cuda"))
+            (out + bias_for(out)).pow(2).mean().backward()
+            model.zero_grad()
+            del out
+
+    found = verdict(body)[0]
+    bias_for.cache_clear()
+    assert re.search(
+        r"lru_cache 'bias_for' \(.*test_memory_causes\.py:\d+\) \(4 -> 8 tensors\) keeps what it "
+        r"was called with and what it returned$",
+        found.sentence,
+    )
+    assert "key it by shape and device" in found.hint
+
+
+def test_a_list_of_exceptions() -> None:
+    """Each keeps its traceback, and that the variables of the frames it came through."""
+
+    def fail(model: nn.Module) -> None:
+        out = model(torch.randn(512, 256, device="cuda"))
+        out.pow(2).mean().backward()
+        raise ValueError("a bad sample")
+
+    def body() -> None:
+        model, errors = stack(), []
+        for _ in range(5):
+            try:
+                fail(model)
+            except ValueError as error:
+                errors.append(error)
+            model.zero_grad()
+
+    found = verdict(body)[0]
+    assert re.search(r"list 'errors' in body \(2 -> 4 tensors\) keeps exceptions", found.sentence)
+    assert found.hint == "store str(error), or error.with_traceback(None)"
+    assert found.details[0].endswith("body: errors.append(error)")
+
+
+def test_a_hook_fills_what_it_closes_over() -> None:
+    def hooked() -> nn.Module:
+        kept: dict[str, list[torch.Tensor]] = {}
+
+        def hook(module: nn.Module, args: object, output: torch.Tensor) -> None:
+            kept.setdefault("all", []).append(output)
+
+        model = stack()
+        model[0].register_forward_hook(hook)
+        return model
+
+    def body() -> None:
+        model = hooked()
+        for _ in range(5):
+            model(torch.randn(512, 256, device="cuda")).pow(2).mean().backward()
+            model.zero_grad()
+
+    found = verdict(body)[0]
+    assert re.search(
+        r"list 'kept\['all'\]' of hook \(.*test_memory_causes\.py:\d+\) \(2 -> 4 tensors\)",
+        found.sentence,
+    )
+    assert found.details[0].endswith('hook: kept.setdefault("all", []).append(output)')
+
+
+def test_gradients_with_a_graph_that_refer_to_their_leaves() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1)).cuda()
+        for _ in range(5):
+            inputs = torch.randn(512, 256, device="cuda", requires_grad=True)
+            model(inputs).sum().backward(create_graph=True)
+            (inputs.grad.norm(dim=1) - 1).pow(2).mean().backward()
+            model.zero_grad()
+
+    found = verdict(body)[0]
+    assert re.search(
+        r"backward\(create_graph=True\) at .*test_memory_causes\.py:\d+ body makes each leaf and "
+        r"its \.grad refer to each other, a cycle that Python's collector does not see",
+        found.sentence,
+    )
+    assert found.hint.startswith("use torch.autograd.grad(..., create_graph=True)")
 
 
 def test_a_hidden_state_that_is_never_cut_is_named() -> None:
@@ -193,6 +296,23 @@ def test_a_hidden_state_that_is_never_cut_is_named() -> None:
     assert found.hint == "cut the graph between steps: hidden = hidden.detach()"
 
 
+def test_the_state_of_an_lstm_not_the_loss_made_of_it() -> None:
+    def body() -> None:
+        lstm, state = nn.LSTM(64, 128, batch_first=True).cuda(), None
+        for _ in range(5):
+            out, state = lstm(torch.randn(64, 32, 64, device="cuda"), state)
+            loss = out.pow(2).mean()
+            loss.backward(retain_graph=True)
+            lstm.zero_grad()
+
+    found = verdict(body)[0]
+    assert "tuple 'state' in body holds tensors with a graph" in found.sentence
+    assert found.details[0].endswith(
+        'body: out, state = lstm(torch.randn(64, 32, 64, device="cuda"), state)'
+    )
+    assert found.hint == "cut the graph between steps: state = tuple(t.detach() for t in state)"
+
+
 def test_evaluation_with_gradients_on() -> None:
     def body() -> None:
         model = stack()
@@ -207,6 +327,25 @@ def test_evaluation_with_gradients_on() -> None:
         "ran in eval mode with gradients on, again and again without a backward" in found.sentence
     )
     assert "torch.no_grad()" in found.hint
+
+
+def test_evaluation_that_keeps_what_it_computed() -> None:
+    def body() -> None:
+        model, predictions = stack(), []
+        model(torch.randn(8, 256, device="cuda")).pow(2).mean().backward()
+        model.eval()
+        for _ in range(4):
+            predictions.append(model(torch.randn(512, 256, device="cuda")))
+
+    (found,) = verdict(body)
+    assert (found.kind, found.severity) == ("leak", "fail")
+    assert re.match(
+        r"an evaluation with gradients on grows by .* MiB with every forward, the last at "
+        r".*test_memory_causes\.py:\d+ body: list 'predictions' in body keeps the graph of each$",
+        found.sentence,
+    )
+    assert "predictions.append(model(" in found.details[0]
+    assert found.hint == "evaluate inside torch.no_grad() or torch.inference_mode()"
 
 
 def test_cycles_in_a_loop_with_collections_after_each_step() -> None:
@@ -229,7 +368,7 @@ def test_cycles_in_a_loop_with_collections_after_each_step() -> None:
     assert (found.kind, found.severity) == ("leak", "warn")
     assert re.match(
         r"in every step gc\.collect\(\) releases 4\.0 MiB: a reference cycle holds tensors, not a "
-        r"leak \(objects of type 1 Node\)",
+        r"leak \(it ended 1 Node\)",
         found.sentence,
     )
 
@@ -443,7 +582,7 @@ def test_a_failure_of_memory_gets_its_causes() -> None:
 
 def test_a_leak_found_by_its_slope_gets_its_cause() -> None:
     observed = Observed(
-        alive=[0, MIB, 2 * MIB, 3 * MIB], containers=["list 'kept' in run (1 -> 3)"]
+        alive=[0, MIB, 2 * MIB, 3 * MIB], containers=[Growing("list 'kept' in run", 1, 3)]
     )
     slope = Finding("leak", "fail", "VRAM leak", ("alive",), "look around", {"growth": [MIB]})
     (told,) = with_causes([slope], trace(("phase", "setup", 0)), observed, growth=0)

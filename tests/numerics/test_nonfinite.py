@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -267,3 +268,78 @@ def test_modules_called_under_vmap_are_left_alone() -> None:
         torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x())
 
     assert not [found for found in health(body).findings if found.kind == "non-finite"]
+
+
+def test_a_mask_times_infinity() -> None:
+    def body() -> None:
+        model = nn.Linear(4, 4).cuda()
+        mask = torch.ones(4, dtype=torch.bool, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scores = model(torch.randn(8, 4, device="cuda")) + ~mask * -torch.inf
+        scores.softmax(-1).pow(2).mean().backward()
+        optimizer.step()
+
+    (found,) = health(body).of("non-finite")
+    assert re.search(r"mul \(float32, .*\) made NaN out of finite inputs", found.text())
+    assert found.hint.startswith("0 * inf is NaN: set masked elements with masked_fill")
+
+
+def test_what_an_operator_made_is_not_called_data() -> None:
+    """The second module's input is infinite, because the first part of the model made it so."""
+
+    def body() -> None:
+        first, second = nn.Linear(4, 4).cuda(), nn.Linear(4, 1).cuda()
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        second(first(torch.randn(8, 4, device="cuda")) / 0).mean().backward()
+        optimizer.step()
+
+    (found,) = health(body).of("non-finite")
+    assert "look at the data" not in found.text()
+    assert re.search(r"the input of second already held \d+ inf of 32 elements", found.text())
+    assert found.hint.startswith("guard the divisor")
+
+
+class Unguarded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / (ctx.saved_tensors[0] * 0)
+
+
+def test_the_operator_inside_a_users_backward() -> None:
+    def body() -> None:
+        model = nn.Linear(4, 1).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Unguarded.apply(model(torch.randn(8, 4, device="cuda"))).mean().backward()
+        optimizer.step()
+
+    (found,) = health(body).of("non-finite")
+    assert re.search(
+        r"first non-finite operator: div in UnguardedBackward \(float32, "
+        r".*test_nonfinite\.py:\d+ backward\) made inf out of finite inputs",
+        found.text(),
+    )
+    assert found.hint.startswith("guard the divisor")
+
+
+def test_a_scale_that_falls_because_the_loss_is_not_finite() -> None:
+    """The operator is named once, with the loss."""
+
+    def body() -> None:
+        model = nn.Linear(4, 1).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for _ in range(4):
+            scaler.scale(model(torch.randn(8, 4, device="cuda")).sub(1e9).sqrt().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    result = health(body)
+    assert result.text().count("first non-finite operator") == 1
+    (scale,) = result.of("scaler")
+    assert scale.hint == "skipped because the loss is not finite: see there"

@@ -51,6 +51,111 @@ def test_a_loss_that_was_detached_half_way() -> None:
         "0.bias; their modules ran, but the loss does not depend on their output"
     )
     assert "0.weight [4, 4]" in text
+    assert re.search(r"\n  backward at .*test_training_checks\.py:\d+ loop\n", text)
+
+
+def test_a_loss_that_was_made_anew() -> None:
+    def body() -> None:
+        model = nn.Linear(4, 1).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        loop(model, optimizer, lambda: model(x()).mean().detach().requires_grad_())
+
+    assert (
+        "weight and bias; the loss is a tensor made to require grad by itself (requires_grad_(), "
+        "Variable, a new tensor), and nothing before it gets a gradient" in only(body)
+    )
+
+
+def test_a_loss_of_predictions_that_were_made_anew() -> None:
+    def body() -> None:
+        model = nn.Linear(4, 3).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        loop(model, optimizer, lambda: model(x()).argmax(1).float().requires_grad_().mean())
+
+    assert (
+        "weight and bias; the graph of the loss ends at a float32[8] made to require grad by itself"
+        in only(body)
+    )
+
+
+def test_an_input_with_a_gradient_of_its_own_explains_nothing() -> None:
+    """As in adversarial training; here a layer is not used."""
+
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        loop(model, optimizer, lambda: model[1](x().requires_grad_()).mean())
+
+    assert "0.weight and 0.bias; their modules did not run (unused branch)" in only(body)
+
+
+class Swallow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def test_a_function_of_the_user_that_returns_no_gradient() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        loop(model, optimizer, lambda: model[1](Swallow.apply(model[0](x()))).mean())
+
+    assert re.search(
+        r"0\.weight and 0\.bias; Swallow\.backward \(.*test_training_checks\.py:\d+ backward\) "
+        r"returned None for what they depend on",
+        only(body),
+    )
+
+
+def test_parameters_that_are_trainable_only_after_the_optimizer_was_made() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        loop(model, optimizer, lambda: model(x()).mean(), count=2)
+        model[0].requires_grad_(True)
+        loop(model, optimizer, lambda: model(x()).mean())
+
+    text = only(body)
+    assert (
+        "2 parameters get gradients but no optimizer holds them: 0.weight and 0.bias; they were "
+        "frozen when it was made, and trainable only since" in text
+    )
+    assert "optimizer.add_param_group" in text
+
+
+def test_a_wrapped_optimizer_is_no_second_one() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        @property
+        def param_groups(self) -> Any:
+            return self.inner.param_groups
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.inner.zero_grad(set_to_none)
+
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer.inner)
+        schedule.optimizer = optimizer
+        for _ in range(3):
+            optimizer.zero_grad()
+            model[1](x()).mean().backward()
+            optimizer.step()
+            schedule.step()
+
+    assert "2 of 4 trainable parameters of optimizer SGD have grad None" in only(body)
 
 
 def test_modules_that_ran_without_gradients() -> None:
@@ -109,8 +214,8 @@ def test_layers_in_a_plain_list_are_no_parameters_of_the_model() -> None:
 
     text = only(body)
     assert (
-        "2 parameters get gradients but no optimizer holds them: weight of Linear and bias of "
-        "Linear; their modules run inside the model but are not registered in it" in text
+        "2 parameters get gradients but no optimizer holds them: rest[0].weight and rest[0].bias; "
+        "their modules run inside the model but are not registered in it" in text
     )
     assert "nn.ModuleList" in text
 
@@ -131,10 +236,55 @@ def test_gradients_of_zero() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loop(model, optimizer, lambda: (data.sum() + 0 * model(data)).pow(2).mean())
 
+    (found,) = health(body).findings
+    assert found.severity == "warn"
+    assert re.match(
+        r"optimizer SGD changed nothing in 4 updates: every gradient is exactly 0, though the loss "
+        r"is not \(backward at .*test_training_checks\.py:\d+ loop\)",
+        found.sentence,
+    )
+    assert "a factor 0, a saturated loss, softmax over one element" in found.hint
+
+
+def test_gradients_of_zero_where_something_starts_at_zero() -> None:
+    def body() -> None:
+        model = nn.Linear(4, 1).cuda()
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop(model, optimizer, lambda: (1 + 0 * model(x())).mean())
+
     result = health(body)
     assert result.findings == ()
-    assert result.watch.notes == (
-        "optimizer SGD changed nothing in 4 updates: every gradient is exactly 0",
+    assert result.watch.notes[0].startswith("optimizer SGD changed nothing in 4 updates")
+
+
+def test_float16_gradients_that_underflow_without_a_scaler() -> None:
+    def body() -> None:
+        model = nn.Linear(64, 4).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss() -> Tensor:
+            with torch.autocast("cuda", dtype=torch.float16):
+                return model(x(1024, 64)).pow(2).mean() * 1e-5
+
+        loop(model, optimizer, loss)
+
+    (found,) = health(body).findings
+    assert "every gradient is exactly 0" in found.sentence
+    assert found.hint == "float16 gradients under 6e-8 are 0: scale the loss with a GradScaler"
+
+
+def test_rounding_has_no_slope() -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop(model, optimizer, lambda: (model[1](model[0](x()).mul(4).round()) - 1).pow(2).mean())
+
+    (found,) = health(body).findings
+    assert "0.weight and 0.bias are exactly 0" in found.sentence
+    assert found.hint.startswith(
+        "the derivative of round is 0 everywhere: pass the gradient around it, x + (x.round() - "
+        "x).detach(); or look for"
     )
 
 
@@ -226,9 +376,10 @@ def test_what_is_left_out_of_the_optimizer_need_not_train() -> None:
         optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
         loop(model, optimizer, lambda: model(x()).mean())
 
-    result = health(body)
-    assert result.findings == ()
-    assert "2 parameters get gradients but no optimizer holds them" in result.watch.notes[0]
+    (found,) = health(body).findings
+    assert found.severity == "warn"
+    assert "2 parameters get gradients but no optimizer holds them" in found.sentence
+    assert "no optimizer.zero_grad() clears them" in found.details[0]
     assert "they were left out when it was made" in only(body, trainable="*")
 
 

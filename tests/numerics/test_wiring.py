@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from watched_loops import health
 
 
@@ -173,6 +174,60 @@ def scaler_not_resumed() -> None:
     fresh.update()
 
 
+def closure_without_zero_grad() -> None:
+    model, data = nn.Linear(4, 1).cuda(), x()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        loss = (model(data) - 1).pow(2).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def clipping_a_used_generator() -> None:
+    model = nn.Linear(4, 1).cuda()
+    parameters = model.parameters()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    model(x()).mean().backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
+def updated_between_backward_and_step() -> None:
+    first, second = nn.Linear(4, 1).cuda(), nn.Linear(4, 1).cuda()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+    for model in (first, second):
+        scaler.scale(model(x()).mean()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def scaler_not_resumed_into_the_same_optimizer() -> None:
+    model = nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    for scaler in (torch.amp.GradScaler("cuda", init_scale=128.0), torch.amp.GradScaler("cuda")):
+        optimizer.zero_grad()
+        scaler.scale(model(x()).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def reentrant_segments_of_a_frozen_input() -> None:
+    """Nothing requires a gradient any more, so backward raises."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    hidden = x()
+    for layer in model:
+        hidden = checkpoint(layer, hidden, use_reentrant=True)
+    hidden.mean().backward()
+
+
 def one_autocast_region_around_the_loop() -> None:
     model, optimizer, _ = setting()
     with torch.autocast("cuda", dtype=torch.float16):
@@ -234,6 +289,17 @@ WRONG: dict[Callable[[], None], str] = {
     scale_forgotten: r"scaler\.step\(\) at .* divides the gradients .* by 65536, but backward "
     r"started from a loss that was not scaled",
     never_zeroed: r"gradients of earlier steps added in .*weight and bias",
+    closure_without_zero_grad: r"optimizer LBFGS steps at .* with gradients of earlier steps added "
+    r"in \(step 2\): backward at .* closure added",
+    clipping_a_used_generator: r"clip_grad_norm_ at .* was given no parameters, so nothing is "
+    r"clipped: a generator such as model\.parameters\(\) can be used once",
+    updated_between_backward_and_step: r"scaler\.update\(\) at .* runs between the backward of "
+    r"optimizer SGD of 'second' \(.*\) and its step at .*: when it changes the scale",
+    scaler_not_resumed_into_the_same_optimizer: r"optimizer Adam resumes from a saved state .* but "
+    r"its GradScaler starts anew",
+    reentrant_segments_of_a_frozen_input: r"checkpoint\(use_reentrant=True\) at .* got no input "
+    r"that requires grad: 4 of 4 trainable parameters inside get no gradient \(0\.weight, "
+    r"0\.bias, 1\.weight and 1\.bias\)",
     scaler_not_resumed: r"optimizer Adam.* resumes from a saved state \(loaded at .*\), but its "
     r"GradScaler starts anew at scale 65536",
     one_autocast_region_around_the_loop: r"optimizer\.step\(\) at .* inside an autocast region",
@@ -281,3 +347,36 @@ def test_a_plain_step_beside_the_scaler() -> None:
     (found,) = health(body).of("scaler")
     assert "is stepped twice per backward" in found.sentence
     assert "rejected" not in found.sentence
+
+
+def test_each_optimizer_with_its_own_update_is_healthy() -> None:
+    def body() -> None:
+        first, second = nn.Linear(4, 1).cuda(), nn.Linear(4, 1).cuda()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+        scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+        for _ in range(3):
+            for model, optimizer in zip((first, second), optimizers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(model(x()).mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+    assert health(body).findings == ()
+
+
+def test_a_closure_of_micro_batches_is_healthy() -> None:
+    def body() -> None:
+        model, data = nn.Linear(4, 1).cuda(), x()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            losses = [(model(part) - 1).pow(2).mean() / 2 for part in data.chunk(2)]
+            for loss in losses:
+                loss.backward()
+            return sum(losses)
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    assert health(body).findings == ()
