@@ -54,6 +54,7 @@ class Plugin:
         self.enabled: bool = config.getoption("vram_enabled")
         self.worker = hasattr(config, "workerinput")
         self._run: MarkedRun | None = None
+        self._unmade: list[str] = []  # marked functions of the module at hand that are no tests
         self._before_filters: list[pytest.Item] = []
 
     def run(self) -> MarkedRun:
@@ -99,15 +100,28 @@ class Plugin:
     # ---- collection
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_pycollect_makeitem(
+        self, collector: pytest.Collector, name: str, obj: object
+    ) -> Generator[None, object, object]:
+        """Asked here what becomes of a marked function, because plugins such as ``--lf`` filter
+        what a module has collected."""
+        made = yield
+        if self.enabled and not made:
+            self._unmade += filter(None, [_unused_mark(collector, name, obj)])
+        return made
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         """A marker that cannot be read is a collection error at the test's line."""
         report = yield
+        problems, self._unmade = self._unmade, []
         if not self.enabled or not report.passed:
             return report
         found = report.result or ()
-        problems = _unused_marks(collector, found)
+        if isinstance(collector, pytest.Class) and not problems:
+            problems = _unused_marks(collector, found)
         for item in found:
             if isinstance(item, pytest.Item) and is_marked(item):
                 problems.append(self.run().problem_of(item))
@@ -214,27 +228,28 @@ def is_marked(item: pytest.Item) -> bool:
     )
 
 
-def _unused_marks(collector: pytest.Collector, found: Any) -> list[str]:
-    """Marked functions that pytest does not collect: their budget would never be held."""
-    if not isinstance(collector, (pytest.Module, pytest.Class)):
-        return []
-    problems = []
-    for name, value in vars(collector.obj).items():
-        function = _function_of(value)
-        if function is None:
-            continue
-        marks = function.__dict__.get("pytestmark")
-        if not marks or not any(getattr(mark, "name", "") == MARKER for mark in marks):
-            continue
-        if name in {getattr(node, "originalname", None) or node.name for node in found}:
-            continue
-        line = function.__code__.co_firstlineno
-        kind = "a fixture" if function is not value else "no test that pytest collects"
-        problems.append(
-            f"{collector.nodeid.partition('::')[0]}:{line}: {name}: {MARKER} marks "
-            f"{kind}: its budget would never be checked"
-        )
-    return problems
+def _unused_marks(collector: pytest.Class, found: Any) -> list[str]:
+    """Of a class whose methods pytest makes no items of one by one (``unittest.TestCase``)."""
+    collected = {getattr(node, "originalname", None) or node.name for node in found}
+    return [
+        problem
+        for name, value in vars(collector.obj).items()
+        if name not in collected and (problem := _unused_mark(collector, name, value))
+    ]
+
+
+def _unused_mark(collector: pytest.Collector, name: str, value: object) -> str:
+    """For a marked function that pytest does not collect: its budget would never be held."""
+    function = _function_of(value)
+    marks = function.__dict__.get("pytestmark") if function is not None else None
+    if function is None or not any(getattr(mark, "name", "") == MARKER for mark in marks or ()):
+        return ""
+    line = function.__code__.co_firstlineno
+    kind = "a fixture" if function is not value else "no test that pytest collects"
+    return (
+        f"{collector.nodeid.partition('::')[0]}:{line}: {name}: {MARKER} marks {kind}: its budget "
+        "would never be checked"
+    )
 
 
 def _function_of(value: object) -> types.FunctionType | None:

@@ -12,7 +12,7 @@ import pytest
 from pytest_vram.numerics.sources import Scope
 from pytest_vram.places import shown_from
 
-SOURCE = '''
+SOURCE = """
 class Fit:
     def __init__(self):
         self.history = []
@@ -34,7 +34,7 @@ class Fit:
 
 def other(total):
     total.append(1)
-'''
+"""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def code(tmp_path: Path) -> Iterator[dict[str, CodeType]]:
     path.write_text(SOURCE)
     namespace: dict[str, Any] = {}
     exec(compile(SOURCE, str(path), "exec"), namespace)
-    functions = {name: value for name, value in vars(namespace["Fit"]).items()}
+    functions = dict(vars(namespace["Fit"]))
     functions["loop"] = functions["loop"].__func__
     with shown_from(tmp_path):
         yield {n: f.__code__ for n, f in functions.items() if isinstance(f, FunctionType)}

@@ -199,6 +199,46 @@ def test_fine(): pass
     )
 
 
+def test_a_marked_method_that_is_no_test(project: Project) -> None:
+    project.write(f"""
+import unittest
+
+class TestPlain:
+    {BUDGET}("1 GiB")
+    def train(self, vram): pass
+    def test_fine(self): pass
+
+class Cases(unittest.TestCase):
+    {BUDGET}("1 GiB")
+    def train(self): pass
+    def test_fine(self): pass
+""")
+    result = project.run()
+    assert outcomes(result) == {"errors": 2}
+    text = result.stdout.str()
+    assert text.count(": train: vram_budget marks no test that pytest collects") == 2
+
+
+def test_last_failed_leaves_tests_out_without_an_error(project: Project) -> None:
+    """``--lf`` filters what modules collect, and skips modules without failures unread."""
+    for name in ("a", "b"):
+        project.write(
+            f"""
+import pytest
+
+{BUDGET}("1 GiB")
+def test_left_out(): pass
+
+def test_{name}(): assert {name == "b"}
+""",
+            f"test_{name}.py",
+        )
+    assert outcomes(project.run("--no-vram", "-pcacheprovider")) == {"passed": 3, "failed": 1}
+    result = project.run("--lf", "-pcacheprovider")
+    assert outcomes(result) == {"failed": 1}
+    assert "never be checked" not in result.stdout.str()
+
+
 def test_a_marked_fixture(project: Project) -> None:
     project.write(f"""
 {BUDGET}("1 GiB")
