@@ -166,7 +166,16 @@ class WiringWatch(Listener):
             if state.contributions and (made := self._produced.get(id(state))) is not None
             if made[0] < seen.updates
         ]
-        if older:
+        divided = [state.unscaled_at for state in states if state.contributions]
+        if older and any(divided):
+            self._add(
+                "unscale twice",
+                f"the gradients of {self._loop.describe(optimizer)} are unscaled twice: by "
+                f"unscale_() at {max(divided)} and again by scaler.step() at {line}, because "
+                f"scaler.update() at {seen.updated_at} came between",
+                hint="the order is backward, unscale_, clip, step, update",
+            )
+        elif older:
             self._add(
                 "updated between",
                 f"scaler.update() at {seen.updated_at} runs between the backward of "

@@ -207,6 +207,14 @@ def updated_between_backward_and_step() -> None:
         scaler.update()
 
 
+def updated_between_unscale_and_step() -> None:
+    model, optimizer, scaler = setting(128.0)
+    scaler.scale(model(x()).mean()).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+
+
 def scaler_not_resumed_into_the_same_optimizer() -> None:
     model = nn.Linear(4, 1).cuda()
     optimizer = torch.optim.Adam(model.parameters())
@@ -295,6 +303,8 @@ WRONG: dict[Callable[[], None], str] = {
     r"clipped: a generator such as model\.parameters\(\) can be used once",
     updated_between_backward_and_step: r"scaler\.update\(\) at .* runs between the backward of "
     r"optimizer SGD of 'second' \(.*\) and its step at .*: when it changes the scale",
+    updated_between_unscale_and_step: r"the gradients of optimizer SGD are unscaled twice: by "
+    r"unscale_\(\) at .* and again by scaler\.step\(\) at .*, because scaler\.update\(\)",
     scaler_not_resumed_into_the_same_optimizer: r"optimizer Adam resumes from a saved state .* but "
     r"its GradScaler starts anew",
     reentrant_segments_of_a_frozen_input: r"checkpoint\(use_reentrant=True\) at .* got no input "

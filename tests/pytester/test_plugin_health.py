@@ -26,12 +26,14 @@ def test_collapse(vram):
     assert outcomes(result) == {"failed": 1}
     result.stdout.fnmatch_lines(
         [
-            "4 of 4 steps were skipped, scale 65536 -> 4096 and falling; gradients are not "
-            "finite even at scale 1, so the scale is not the cause",
-            "  step 1: scale 65536, skipped, inf or NaN in the gradients",
+            "loss is nan at step 1 (backward at test_a.py:* test_collapse)",
             "  first non-finite operator: div (module 1, float16, test_a.py:* forward) made NaN "
             "out of finite inputs*",
             "  hint: guard the divisor: x / y.clamp_min(1e-6); *",
+            "4 of 4 steps were skipped, scale 65536 -> 4096 and falling; gradients are not "
+            "finite even at scale 1, so the scale is not the cause",
+            "  step 1: scale 65536, skipped, inf or NaN in the gradients",
+            "  hint: skipped because the loss is not finite: see there",
         ]
     )
 
