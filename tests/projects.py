@@ -43,6 +43,10 @@ def loop(device, width=64, steps=4):
 """
 
 
+#: Hypothesis imports all of itself at the end of every run; pytest-randomly shuffles the tests.
+_WITHOUT = ("-p", "no:hypothesispytest", "-p", "no:randomly")
+
+
 class Project:
     """Writes test files and runs pytest on them in this process."""
 
@@ -65,13 +69,10 @@ class Project:
     def run(self, *args: str, cpu: bool = False) -> pytest.RunResult:
         """``cpu``: numbers are checked too; most tests here are about memory alone."""
         numerics = [] if cpu else ["--vram-numerics=off"]
-        # Hypothesis imports all of itself at the end of every run.
-        return self.pytester.runpytest_inprocess("-p", "no:hypothesispytest", *numerics, *args)
+        return self.pytester.runpytest_inprocess(*_WITHOUT, *numerics, *args)
 
     def subprocess(self, *args: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess(
-            "-p", "no:hypothesispytest", "--vram-numerics=off", *args
-        )
+        return self.pytester.runpytest_subprocess(*_WITHOUT, "--vram-numerics=off", *args)
 
     @property
     def baseline(self) -> str:
