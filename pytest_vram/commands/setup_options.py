@@ -184,6 +184,11 @@ def _build(model: str | None, values: Mapping[str, Any], card: Profile | None) -
         shape = replace(shape, upcast=values["loss"] == "upcast")
     if values["seq"] < 0:
         raise PlanError(f"sequence must be at least 1, not {values['seq']}")
+    if values["seq"] and shape.tokens_per_sample:
+        raise PlanError(
+            f"{shape.name} reads images: its sequence is {shape.tokens_per_sample} tokens, "
+            "and --seq says otherwise"
+        )
     lora = None
     if values["lora_rank"]:
         lora = Lora(values["lora_rank"], parse_targets(values["lora_targets"]))

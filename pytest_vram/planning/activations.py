@@ -347,7 +347,15 @@ def _mixture(tower: Tower, f: Forward) -> Iterator[Saved]:
         f = replace(f, precision=replace(p, cache=False, compute=p.parameter, linear_input=0))
     copies, c = f.tokens * tower.top_k, f.precision.compute
     yield Saved("router", f.tokens * tower.experts * 8)
-    yield Saved("expert inputs", copies * tower.hidden * f.precision.input)
+    inputs = f.precision.input
+    if f.lora and tower.fused_experts:
+        adapted = any(f.lora.hits(part) for part in ("gate", "up", "down"))
+        if adapted:  # peft multiplies with the sum of matrix and adapter, made for each layer
+            matrices = sum(w.numel for w in tower.weights() if w.role == "expert" and w.count)
+            yield Saved("adapted experts", matrices * f.precision.parameter, cut=True)
+        f = replace(f, lora=None if adapted else replace(f.lora, targets=()))
+        inputs = f.inputs("up")
+    yield Saved("expert inputs", copies * tower.hidden * inputs)
     yield from _mlp(tower, replace(f, dropout=0.0), tower.moe_ffn, copies, "experts")
     yield Saved("expert outputs", copies * tower.hidden * c)
 

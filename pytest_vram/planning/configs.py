@@ -149,7 +149,12 @@ def named(name: str) -> ModelShape:
     key = name.lower()
     if key not in MODELS:
         near = difflib.get_close_matches(key, MODELS, n=3, cutoff=0.5)
-        ask = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(MODELS)}"
+        some = ("gpt2", "bert-base", "llama-3-8b", "qwen3-8b", "mixtral-8x7b")
+        ask = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"{len(MODELS)} are known, such as {', '.join(some)}"
+        )
         raise PlanError(
             f"{name!r} is neither a config.json, a module:attribute nor a known model; {ask}"
         )

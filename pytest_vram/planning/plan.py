@@ -7,7 +7,7 @@ largest *moment*, not the sum. Both are given: :attr:`Plan.textbook` and :attr:`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -336,6 +336,7 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
             "no fused attention kernel takes grouped key/value heads in float32: planned with "
             "PyTorch's math kernel and its S x S scores"
         )
+    notes += _idle(setup)
     inner = ("matrix", "expert")
     if not setup.lora and any(w.frozen and w.role in inner for w in setup.shape.weights()):
         notes.append("frozen layers: activations are planned as if every layer were trained")
@@ -349,6 +350,17 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
         notes=tuple(notes),
     )
     return _with_assumptions(plan)
+
+
+def _idle(setup: Setup) -> Iterator[str]:
+    """Options that this run has no use for."""
+    parallel = setup.parallel
+    if parallel.zero and parallel.data == 1:
+        yield f"ZeRO-{parallel.zero} shards over data-parallel ranks, and there is one (--data)"
+    if parallel.sequence and parallel.tensor == 1:
+        yield "sequence parallelism works among tensor-parallel ranks, and there is one (--tensor)"
+    if parallel.expert > 1 and not any(tower.experts for tower in setup.shape.towers):
+        yield "expert parallelism divides experts, and this model has none"
 
 
 def _static(rank: _Rank) -> dict[str, int]:

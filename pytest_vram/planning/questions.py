@@ -235,12 +235,11 @@ def _remedies(setup: Setup) -> Iterator[tuple[str, str, Change]]:
     if setup.parallel.data > 1:
         for stage in range(setup.parallel.zero + 1, 4):
             yield f"ZeRO-{stage}", "communication", _zero(stage)
-    else:
-        yield (
-            "optimizer state in host memory",
-            "bus traffic every step",
-            lambda s: replace(s, offload=Offload(s.offload.what | {"optimizer"})),
-        )
+    yield (
+        "optimizer state in host memory",
+        "bus traffic every step",
+        lambda s: replace(s, offload=Offload(s.offload.what | {"optimizer"})),
+    )
     if setup.lora is None:
         yield (
             "LoRA, rank 8, all linear layers",

@@ -350,8 +350,11 @@ class Lora:
             for side in lead:
                 experts *= side
             count = weight.count * experts
-            made.append(Weight(f"{weight.name}.lora_a", (self.rank, inner), "matrix", count))
-            made.append(Weight(f"{weight.name}.lora_b", (out, self.rank), "matrix", count))
+            # Gate and up in one tensor: peft gives them a rank each.
+            both = lead and "up" in weight.name.rsplit(".", 1)[-1]
+            rank = self.rank * (2 if both else 1)
+            made.append(Weight(f"{weight.name}.lora_a", (rank, inner), "matrix", count))
+            made.append(Weight(f"{weight.name}.lora_b", (out, rank), "matrix", count))
         if not made:
             raise PlanError(
                 f"no matrix of this model is called {' or '.join(self.targets)}; "

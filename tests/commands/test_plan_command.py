@@ -108,6 +108,7 @@ def test_offload_names_bytes_and_seconds():
         (("gpt2", "-b", "-3"), "batch must be at least 1, not -3"),
         (("gpt2", "-s", "-3"), "sequence must be at least 1, not -3"),
         (("gpt2", "-s", "4096"), "gpt2 has 1024 positions, not 4096"),
+        (("dinov2-base", "-s", "5"), "dinov2-base reads images: its sequence is 1370 tokens"),
         (("gpt2", "-r", "most"), "unknown recomputation 'most'"),
         (("gpt2", "--tensor", "5"), "12 heads do not divide over 5 tensor ranks"),
         (("gpt2", "--offload", "everything"), "cannot offload 'everything'"),

@@ -362,11 +362,15 @@ def family_model(name: str, precision: str, device: Any) -> Any:
         return auto.from_config(config, dtype=dtype).to(dtype).train()
 
 
-def family_ledger(name: str, precision: str, batch: int, sequence: int) -> Ledger:
+def family_ledger(
+    name: str, precision: str, batch: int, sequence: int, build: Any = None
+) -> Ledger:
     simulation = Simulation(A100)
     with simulation, Observer(simulation) as observer:
-        model = family_model(name, precision, simulation.device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        made = build or (lambda device: family_model(name, precision, device))
+        model = made(simulation.device).train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
         for _ in range(2):
             if name in IMAGES:
                 inputs = torch.randn(batch, 3, 384, 384, device=simulation.device)
@@ -416,6 +420,27 @@ def test_other_families(name, precision):
     )
     ledger = family_ledger(name, precision, batch, sequence)
     assert ledger.peak_allocated == pytest.approx(planned.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-plain"])
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_experts(precision):
+    """peft adapts experts that lie in one tensor by adding to it: every layer keeps the sum."""
+    peft = pytest.importorskip("peft")
+
+    def build(device):
+        model = family_model("mixtral", precision, device)
+        return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+
+    meta = build(torch.device("meta"))
+    trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)
+    adapted = Lora(8, ("all-linear",))
+    setup = Setup(from_module(meta), 4, 512, precision=PRECISIONS[precision], lora=adapted)
+    planned = make_plan(setup)
+    assert planned.trainable == trained
+    assert family_ledger("", precision, 4, 512, build).peak_allocated == pytest.approx(
+        planned.peak, rel=0.05
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

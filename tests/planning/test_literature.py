@@ -11,6 +11,7 @@ from pytest_vram.commands.plan_report import both
 from pytest_vram.planning.activations import Forward, Recompute, Sharding, layer_bytes
 from pytest_vram.planning.configs import named
 from pytest_vram.planning.plan import Parallel, Setup, make_plan
+from pytest_vram.planning.questions import fits
 from pytest_vram.planning.shapes import Tower, decoder
 from pytest_vram.planning.states import (
     OPTIMIZERS,
@@ -19,6 +20,7 @@ from pytest_vram.planning.states import (
     per_parameter,
     quantised_size,
 )
+from pytest_vram.sim.profiles import find_profile
 
 GB, GIB, MIB = 10**9, 2**30, 2**20
 
@@ -283,3 +285,79 @@ def test_llama_3_70b_over_eight_tensor_ranks():
     assert rank == 8_820_367_360
     setup = Setup(shape, precision=PRECISIONS["bf16-plain"], parallel=Parallel(tensor=8))
     assert make_plan(setup).bills["parameters"] == pytest.approx(2 * rank, abs=1024)
+
+
+def test_galores_account_of_a_7b_model():
+    """GaLore (arXiv 2403.03507, introduction), 16-bit states: "14 GB for trainable parameters, 42
+    GB for Adam optimizer states and weight gradients"; and by 6,738,415,616 parameters, 13.48 GB of
+    weights and 26.95 GB of states."""
+    shape = named("llama-7b")
+    bills = make_plan(Setup(shape, precision=PRECISIONS["bf16-plain"])).bills
+    assert round(bills["parameters"] / GB, 2) == 13.48
+    assert round(bills["optimizer_state"] / GB, 2) == 26.95
+    trained = bills["optimizer_state"] + bills["gradients"]
+    seven = 7e9 / shape.parameters
+    assert round(bills["parameters"] * seven / GB) == 14
+    assert round(trained * seven / GB) == 42
+
+
+@pytest.mark.parametrize(
+    ("model", "figures"),
+    [("llama-7b", (120, 60, 16, 10, 6)), ("llama-3-70b", (1200, 600, 160, 80, 48))],
+)
+def test_llama_factorys_table_of_methods(model, figures):
+    """LLaMA-Factory's README, "Hardware Requirement" (estimated, GB): full training with autocast,
+    in pure bf16, LoRA on 16, 8 and 4 bits. The table's figures leave room: plans come to three
+    quarters of them at least, never to more."""
+    adapters = {"precision": PRECISIONS["bf16-plain"], "lora": Lora(8, ("all-linear",))}
+    methods = (
+        {"precision": PRECISIONS["bf16"]},
+        {"precision": PRECISIONS["bf16-plain"]},
+        adapters,
+        {**adapters, "quantisation": "int8"},
+        {**adapters, "quantisation": "nf4-double"},
+    )
+    for figure, method in zip(figures, methods, strict=True):
+        run = Setup(
+            named(model), sequence=1024, recompute=Recompute("full"), step="fused", **method
+        )
+        assert 0.75 <= make_plan(run).peak / GB / figure <= 1, method
+
+
+def test_qlora_of_65b_fits_on_48_gb():
+    """QLoRA (arXiv 2305.14314, abstract): "finetune a 65B parameter model on a single 48GB GPU"
+    with paged optimizers, rank 64 on all layers, one sample of 512 tokens."""
+    shape = decoder(
+        layers=80,
+        hidden=8192,
+        heads=64,
+        ffn=22016,
+        vocab=32000,
+        gated=True,
+        rmsnorm=True,
+        bias=False,
+        tied=False,
+    )
+    assert shape.parameters == 65_285_660_672
+    setup = Setup(
+        shape,
+        sequence=512,
+        precision=PRECISIONS["bf16-plain"],
+        optimizer=OPTIMIZERS["paged-adamw8bit"],
+        lora=Lora(64, ("all-linear",)),
+        quantisation="nf4-double",
+        recompute=Recompute("full"),
+    )
+    card = find_profile("rtxa6000")
+    assert fits(setup, card).verdict == "yes"
+    assert fits(replace(setup, quantisation=""), card).verdict == "no"
+
+
+def test_zero_paper_figures_by_the_planner():
+    """ZeRO (arXiv 1910.02054, figure 1): 7.5B over 64 ranks, 120, 31.4, 16.6 and 1.9 GB."""
+    shape = decoder(layers=36, hidden=4096, heads=32, vocab=50257, positions=1024)
+    for stage, figure in enumerate((120, 31.4, 16.6, 1.9)):
+        parallel = Parallel(data=64, zero=stage)
+        plan = make_plan(Setup(shape, precision=PRECISIONS["bf16-pure"], parallel=parallel))
+        size = plan.fixed / GB * 7.5e9 / shape.parameters
+        assert size == pytest.approx(figure, rel=0.015)

@@ -301,6 +301,30 @@ def test_scratch_is_what_the_simulated_kernel_takes(card):
         assert taken == pytest.approx(planned, rel=0.01, abs=2048)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "note"),
+    [
+        (Parallel(zero=3), "ZeRO-3 shards over data-parallel ranks, and there is one (--data)"),
+        (
+            Parallel(sequence=True),
+            "sequence parallelism works among tensor-parallel ranks, and there is one (--tensor)",
+        ),
+        (Parallel(expert=2), "expert parallelism divides experts, and this model has none"),
+    ],
+)
+def test_options_that_do_nothing_are_named(parallel, note):
+    assert make_plan(setup(parallel=parallel)).notes == (note,)
+    used = {**dict.fromkeys(("data", "tensor"), 2), "zero": 3, "sequence": True}
+    assert make_plan(setup(parallel=Parallel(**used))).notes == ()
+
+
+def test_adapters_on_experts_in_one_tensor():
+    """Rank r for each of gate and up and for down, of every expert: as peft makes them."""
+    shape = named("mixtral-8x7b")
+    plan = make_plan(Setup(shape, lora=Lora(8, ("up", "down")), precision=PRECISIONS["bf16-plain"]))
+    assert plan.trainable == 32 * 8 * (16 * (4096 + 2 * 14336) + 8 * (14336 + 4096))
+
+
 def test_a_guessed_architecture_is_a_range():
     """Without the gate of its feed-forward blocks a model has less of everything."""
     config = {**MODELS["llama-7b"], "model_type": "newllm", "architectures": ["NewForCausalLM"]}
