@@ -25,9 +25,10 @@ class CallKey(NamedTuple):
     """Everything that decides what an operator returns for simulated tensors.
 
     ``arguments`` are flat: lengths of sequences, types and values of scalars, and for each tensor
-    shape, stride, dtype, offset and device. ``dtype`` is the default one, for which factories ask,
-    and integers that become floating point (x / 2). ``layout`` is set where results are laid out by
-    card and switches, ``(card, cuDNN enabled)``, or by whether autograd works in place.
+    shape, stride, dtype, offset, device and lazy bits. ``dtype`` is the default one, for which
+    factories ask, and integers that become floating point (x / 2). ``layout`` is set where results
+    are laid out by card and switches, ``(card, cuDNN enabled)``, or by whether autograd works in
+    place.
     """
 
     func: Any
@@ -134,6 +135,8 @@ def add_to_key(items: Sequence[Any], key: list[Any], tensors: list[torch.Tensor]
                     item.__dict__["_fake_device"],
                 )
             )
+            if item.is_conj() or item.is_neg():  # of a view that is conjugated when it is read
+                key.append((item.is_conj(), item.is_neg()))
         elif kind in _SCALARS:
             key.append(kind)
             key.append(item)

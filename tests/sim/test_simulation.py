@@ -407,3 +407,18 @@ def test_reshaping_an_expanded_tensor_copies_it_contiguously(gpu: Simulation) ->
     repeated = heads[:, :, None].expand(2, 4, 3, 16, 8).reshape(2, 12, 16, 8)
     assert repeated.stride() == (12 * 16 * 8, 16 * 8, 8, 1)
     assert repeated.untyped_storage().nbytes() == 3 * heads.untyped_storage().nbytes()
+
+
+def test_a_conjugate_is_remembered_apart_from_what_undoes_it(gpu: Simulation) -> None:
+    """A conjugate is a view that operators resolve into a copy when they read it
+    (ConjugateFallback.cpp, v2.14.1); the conjugate of a conjugate is the plain tensor again."""
+    number = torch.zeros(1 << 16, dtype=torch.complex64, device="cuda")
+    assert not number.conj().conj().is_conj()
+    assert number.conj().is_conj()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    number * number.conj()
+    assert torch.cuda.max_memory_allocated() - held == 2 * 8 * (1 << 16)
+    real = torch.zeros(4, device="cuda")
+    assert not torch._neg_view(torch._neg_view(real)).is_neg()
+    assert torch._neg_view(real).is_neg()
