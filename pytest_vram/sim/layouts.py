@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pytest_vram.sim import inplace
+from pytest_vram.sim.kernels import batchnorm
 from pytest_vram.sim.kernels.iterator import contiguous_strides, layout, order_of
 from pytest_vram.sim.kernels.memory_format import channels_last, formatted
 from pytest_vram.sim.tensors import is_dense
@@ -65,8 +66,10 @@ def laid_out(func: Any, args: Sequence[Any], result: Any) -> Any:
         if first is None:
             return result
         return (_with(first, contiguous_strides(first.shape)), *others)
-    if func is aten.native_batch_norm_backward.default and not args[9][0]:
-        return None, *result[1:]  # the decomposition computes it all the same (Normalization.cu)
+    if func is aten.native_batch_norm_backward.default:
+        if not args[9][0]:  # the decomposition computes it all the same (Normalization.cu)
+            return None, *result[1:]
+        return _with(result[0], batchnorm.of_gradient(layout(args[1]), args[7])), *result[1:]
     if func is aten.masked_fill.Scalar:
         return _masked(func, args[0], result)
     if func in _AS_FIRST:

@@ -62,3 +62,21 @@ def test_a_gradient_that_nobody_wants_is_not_made() -> None:
         made = gpu.trace().allocations[before:]
     sizes = [a.requested for a in made if a.operator == "aten::native_batch_norm_backward"]
     assert sizes == [4, 4]  # of weight and bias
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_gradient_whose_features_lie_in_no_row_is_copied(wanted: bool) -> None:
+    """``grad_out.reshape({batch, channels, -1})`` in both kernels for any layout
+    (``batch_norm_backward_cuda_template``, ``..._reduce_cuda_template``, Normalization.cuh, v2.6.0
+    and v2.14.1); the input's gradient is contiguous, so that its leaf keeps it as it is."""
+    with Simulation(find_profile("a100-80gb")) as gpu, torch.backends.cudnn.flags(enabled=False):
+        norm = torch.nn.BatchNorm2d(2).to("cuda")
+        source = torch.empty(4, 2, 8, 16, device="cuda", requires_grad=wanted)
+        shuffled = torch.empty(16, 2, 8, 4, device="cuda").transpose(0, 3)
+        result = norm(source)
+        before = len(gpu.trace().allocations)
+        result.backward(shuffled)
+        made = gpu.trace().allocations[before:]
+    whole = 4 * 4 * 2 * 8 * 16
+    results = [whole, 8, 8] if wanted else [8, 8]
+    assert [a.requested for a in made] == [whole, *results]

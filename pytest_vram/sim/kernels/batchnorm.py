@@ -26,8 +26,8 @@ from pytest_vram.sim.kernels import (
     rule,
     size_of,
 )
-from pytest_vram.sim.kernels.iterator import Layout, contiguous, dense_like, layout
-from pytest_vram.sim.kernels.memory_format import channels_last
+from pytest_vram.sim.kernels.iterator import Layout, contiguous, dense_like, is_flat, layout
+from pytest_vram.sim.kernels.memory_format import channels_last, formatted
 from pytest_vram.sim.kernels.reduce import Kind, reduction
 
 aten = torch.ops.aten
@@ -166,6 +166,16 @@ def _wide(dtype: torch.dtype) -> int:
     return 4 if dtype in _HALF else dtype.itemsize
 
 
+def _merged(**tensors: Layout) -> list[Take]:
+    """``reshape({batch, channels, -1})``, with which the kernels for any layout begin: a copy where
+    the other dimensions do not lie in one row."""
+    return [
+        Take(f"{name} merged", plain.nbytes, f"{name} with its features in one row")
+        for name, plain in tensors.items()
+        if not is_flat(plain.shape[2:], plain.stride[2:])
+    ]
+
+
 # --------------------------------------------------------------------------------------- forward
 
 
@@ -223,6 +233,8 @@ def batch_norm_stats(
     plain = layout(args[0])
     if _last_kernels(plain):
         yield from _staging(plain, 4, _wide(args[0].dtype))
+    else:
+        yield from _merged(input=plain)
 
 
 @rule(aten.cudnn_batch_norm.default)
@@ -251,7 +263,10 @@ def native_batch_norm_backward(
     sums = bool(training or wanted[1] or wanted[2])
     small = max(plain.numel, incoming.numel) <= _INT_MAX
     if sums and wanted[0] and not _last_kernels(plain) and small:  # one kernel for everything
+        copies = _merged(input=plain, gradient=incoming)
+        yield from copies
         yield from (Out(index) for index in range(3) if wanted[index])
+        yield from (Give(copy.key) for copy in reversed(copies))
         return
     wide = _wide(source.dtype)
     given = saved is not None and saved.numel() > 0
@@ -260,8 +275,10 @@ def native_batch_norm_backward(
     scratch: list[str] = []
     if sums:
         for step in _reduce(plain, incoming, wide, weight, wanted, outputs):
-            if isinstance(step, Take) and step.key not in ("staging", "semaphores"):
+            if isinstance(step, Take):
                 scratch.append(step.key)
+            elif isinstance(step, Give):
+                scratch.remove(step.key)
             yield step
     if wanted[0]:
         scalar = weight is None and training and _kernels(plain, incoming) == "general"
@@ -275,12 +292,21 @@ def native_batch_norm_backward(
         yield Give("invstd")
 
 
+def of_gradient(source: Layout, training: bool) -> tuple[int, ...]:
+    """Strides of the input's gradient: as the input suggests where the channels-last kernels sum,
+    contiguous from all others."""
+    last = training and _last_kernels(source) and channels_last(source)
+    return formatted(source, last).stride
+
+
 def _reduce(
     plain: Layout, grad: Layout, wide: int, weight: Tensor | None, wanted: Any, outputs: Outputs
 ) -> Iterator[Step]:
     """``batch_norm_backward_reduce_cuda``. The channels-last kernel sums everything, and gives the
     parameters' gradients even if nobody wants them (then they die with the call)."""
     last = _last_kernels(plain) and _last_kernels(grad) and grad.numel <= _INT_MAX
+    copies = [] if last else _merged(input=plain, gradient=grad)
+    yield from copies
     if last or wanted[0]:
         size = plain.shape[1] * wide
         yield Take("sum_dy", size, "sum of the gradient over every channel")
@@ -292,6 +318,7 @@ def _reduce(
             yield Take(name, size_of(weight), f"gradient of the {name}, unwanted")
     if last:
         yield from _staging(plain, 2, wide)
+    yield from (Give(copy.key) for copy in reversed(copies))
 
 
 @rule(aten.batch_norm_backward_reduce.default)
@@ -300,9 +327,26 @@ def batch_norm_backward_reduce(
 ) -> Iterator[Step]:
     grad, source = args[:2]
     plain, incoming = layout(source), layout(grad)
+    last = _last_kernels(plain) and _last_kernels(incoming) and incoming.numel <= _INT_MAX
+    copies = [] if last else _merged(input=plain, gradient=incoming)
+    yield from copies
     yield from (Out(index) for index, out in enumerate(outputs) if out is not None)
-    if _last_kernels(plain) and _last_kernels(incoming) and incoming.numel <= _INT_MAX:
+    if last:
         yield from _staging(plain, 2, _wide(source.dtype))
+    yield from (Give(copy.key) for copy in reversed(copies))
+
+
+@rule(aten.batch_norm_backward_elemt.default)
+def batch_norm_backward_elemt(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    grad, source = args[:2]
+    incoming = layout(grad)
+    last = _last_kernels(incoming) and incoming.numel <= _INT_MAX
+    copies = [] if last else _merged(input=layout(source), gradient=incoming)
+    yield from copies
+    yield Out(0)
+    yield from (Give(copy.key) for copy in reversed(copies))
 
 
 @rule(aten.cudnn_batch_norm_backward.default)
