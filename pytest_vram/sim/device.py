@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 
 from pytest_vram.places import shown_from
-from pytest_vram.sim import errors, inplace, layouts, rewritten, values
+from pytest_vram.sim import errors, inplace, layouts, rewritten, values, zeros
 from pytest_vram.sim.callers import storing_item
 from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.kernels import RULES, Card, Span, attention
@@ -92,6 +92,8 @@ class StorageLedger(Protocol):
 
     def suspend(self, on: bool) -> None: ...
 
+    def of_this_backward(self, tensor: torch.Tensor) -> bool: ...
+
 
 _NOT_CACHEABLE: set[OpOverload] = {
     aten.set_.source_Tensor,
@@ -132,6 +134,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.lock = threading.RLock()  # one operator at a time keeps the books right
         self.over = False
         self.nested = 0
+        self.zeros = False  #: whether the program has had zeros without memory (sim.zeros)
         self.added_in_place: Any = None  # by the composite that is running
         self._cacheable: dict[OpOverload, bool] = {}
         self._composites: dict[OpOverload, bool] = {}
@@ -216,6 +219,10 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             on_gpu = any(isinstance(t, SimTensor) and t.is_cuda for t in tensors)
         if simulated:
             rewritten.look(tensors, self.ledger)
+        if self.zeros:
+            result = zeros.answered(self, func, args, kwargs, tensors)
+            if result is not NotImplemented:
+                return result
         args, kwargs, moved = self._devices(func, args, kwargs, simulated)
         if moved is not None:
             on_gpu = on_gpu or moved.type == "cuda"
@@ -254,7 +261,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             flat = made
         if recipe is not None and recipe.views and torch.is_grad_enabled():
             _remember_versions(recipe, tensors, flat)
-        if inplace.takes_over(func, args, self.added_in_place, self.ledger.maker):
+        if inplace.takes_over(func, args, self.added_in_place, self.ledger):
             self.ledger.in_place(func, args, kwargs, result)
         else:
             self.ledger.operator(func, args, kwargs, flat, recipe, on_gpu)
@@ -289,6 +296,8 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _slow(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """PyTorch's own fake execution; what it calls inside belongs to this operator."""
+        if func is aten.view.default and not self.nested and _is_plain(args[0]):
+            return self._viewed(*args)
         self.nested += 1
         try:
             result: Any = self.dispatch(func, types, args, kwargs)
@@ -408,9 +417,6 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 tensor = wrap(self, elem, out.device)
             elif isinstance(out, Argument):
                 tensor = tensors[out.position]
-            elif torch.is_inference_mode_enabled() and not tensors[out.position].is_inference():
-                with torch.inference_mode(False):  # a view of an ordinary tensor is one too
-                    tensor = self._view(tensors[out.position], out)
             else:
                 tensor = self._view(tensors[out.position], out)
             made.append(tensor)
@@ -418,7 +424,19 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return made[0], made
         return recipe.packing(made), made
 
+    def _viewed(self, source: SimTensor, size: Any) -> SimTensor:
+        """``view`` with C++'s strides: fake execution gives other ones to dimensions of size 1, and
+        these decide memory formats."""
+        flat = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=META)
+        shaped = flat.view(size)
+        place, device = source.storage_offset(), source.__dict__["_fake_device"]
+        out = ViewOf(0, tuple(shaped.shape), shaped.stride(), place, source.dtype, device)
+        return self._view(source, out)
+
     def _view(self, base: torch.Tensor, out: ViewOf) -> SimTensor:
+        if torch.is_inference_mode_enabled() and not base.is_inference():
+            with torch.inference_mode(False):  # a view of an ordinary tensor is one too
+                return self._view(base, out)
         elem = torch.empty(0, dtype=out.dtype, device=META)
         elem.set_(base.untyped_storage(), out.offset, out.shape, out.stride)
         return wrap(self, elem, out.device)
@@ -489,6 +507,12 @@ def parts_of(mode: FakeTensorMode, tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
             return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
+
+
+def _is_plain(tensor: Any) -> bool:
+    if type(tensor) is not SimTensor or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 _FACTORIES = {

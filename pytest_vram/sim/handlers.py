@@ -67,7 +67,9 @@ def _to_copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     if target is None or target.type == source.device.type:
         return NotImplemented
     if target.type == "cpu" and here:
-        return values.to_host(mode, source, kwargs)
+        host = values.to_host(mode, source, kwargs)
+        mode.ledger.operator(func, args, kwargs, [host], None, source.is_cuda)
+        return host
     if not here and target.type == "cuda" and source.layout is torch.strided:
         return _upload(mode, func, source, kwargs)
     return NotImplemented
@@ -89,6 +91,8 @@ def _copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[0], args[1]
     if isinstance(target, SimTensor):
         return NotImplemented
+    if type(source) is SimTensor:
+        mode.ledger.operator(func, args, kwargs, [target], None, source.is_cuda)
     values.fill_host(target, source)
     return target
 

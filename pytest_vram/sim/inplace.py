@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -107,14 +107,20 @@ def calibrate(make_leaf: Callable[[], torch.Tensor]) -> None:
 EVERY_SUM = object()
 
 
-def takes_over(
-    func: Any, args: tuple[Any, ...], added: Any, maker: Callable[[torch.Tensor], str]
-) -> bool:
+class Blocks(Protocol):
+    """What the books know of the block in which a tensor lives."""
+
+    def maker(self, tensor: torch.Tensor) -> str: ...
+
+    def of_this_backward(self, tensor: torch.Tensor) -> bool: ...
+
+
+def takes_over(func: Any, args: tuple[Any, ...], added: Any, blocks: Blocks) -> bool:
     """Whether this operator, called now, would have written into its first argument's block.
 
     ``added`` is what the composite that is running adds in place to a result of its own: the bias
     of ``linear`` (native/Linear.cpp), or EVERY_SUM in the math attention, which adds the mask
-    (native/transformers/attention.cpp). ``maker`` names the operator that made a tensor's block.
+    (native/transformers/attention.cpp).
     """
     if added is not None and func is aten.add.Tensor and type(args[0]) is SimTensor:
         return added is EVERY_SUM or args[1] is added
@@ -132,7 +138,11 @@ def takes_over(
     if func is aten.add.Tensor:
         if not _accumulates(first, args[1]):
             return False
-    elif maker(first) not in _OF_NODE.get((func, _node()), ()):
+        # What retain_grad kept is of an earlier pass, and its sum with the next one is a third
+        # tensor (autograd/variable.cpp, VariableHooks::retain_grad, v2.14.1).
+        if not blocks.of_this_backward(first):
+            return False
+    elif blocks.maker(first) not in _OF_NODE.get((func, _node()), ()):
         return False
     now = counts(first)
     if _watch is not None:

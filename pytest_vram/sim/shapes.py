@@ -6,6 +6,7 @@ terms of operators that have rules, what CUDA's host code composes of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -118,9 +119,21 @@ def one_hot(self: Tensor, num_classes: int = -1) -> Tensor:
 # -- what is a loop of other operators ------------------------------------------------------
 
 
+@functools.cache
+def swaps_operands() -> bool:
+    """Whether ``sumproduct_pair`` swaps its operands where the product then lies in the order of
+    the result: asked of the installed PyTorch (2.6.0 does not, 2.11.0 does)."""
+    with torch._C._DisableTorchDispatch():
+        left, right = torch.zeros(1, 2, device="cpu"), torch.zeros(1, 3, device="cpu")
+        return torch.einsum("ka,kb->ba", left, right).is_contiguous()
+
+
 def _pair(left: Tensor, right: Tensor, summed: set[int]) -> Tensor:
-    """``sumproduct_pair`` of Linear.cpp with ``keepdim``: one batched product, in which dimensions
-    that both have are the batch, and those that only one has its rows or columns."""
+    """``sumproduct_pair`` of Linear.cpp with ``keepdim`` (v2.6.0, v2.14.1): one batched product, in
+    which dimensions that both have are the batch, and those that only one has its rows or
+    columns; elementwise where nothing is summed."""
+    if not summed:
+        return left * right
     batch: list[int] = []
     rows: list[int] = []
     columns: list[int] = []
@@ -138,6 +151,8 @@ def _pair(left: Tensor, right: Tensor, summed: set[int]) -> Tensor:
             batch.append(dim)
         else:
             (rows if mine else columns).append(dim)
+    if rows and columns and columns[-1] < rows[0] and swaps_operands():
+        left, right, rows, columns = right, left, columns, rows
     rest = sorted(summed)
     size = math.prod(left.shape[d] for d in inner)
     count = math.prod(left.shape[d] for d in batch)
@@ -175,14 +190,7 @@ def _trilinear(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return out.squeeze(sorted(summed))
 
 
-def _zero_tensor(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """A tensor of zeros without memory (ZeroTensorAllocator): what ``sgn`` has for a gradient."""
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return wrap(mode, torch.empty(args[0], dtype=dtype, device=META_DEVICE), CUDA)
-
-
 HANDLERS[aten._ctc_loss.default] = _ctc_loss
-HANDLERS[aten._efficientzerotensor.default] = _zero_tensor
 HANDLERS[aten._trilinear.default] = _trilinear
 
 #: Composites that ask where their arguments are.

@@ -64,6 +64,8 @@ class _OfThread(threading.local):
         self.chosen_in: tuple[int, int] | None = None
         self.modules: list[str] = []
         self.seen = 0
+        #: By number of the backward pass, how many allocations there were when it began.
+        self.backward_begins: dict[int, int] = {}
         self.count_nodes()
 
     def count_nodes(self) -> None:
@@ -463,6 +465,11 @@ class Simulation:
             self.books.follow(storage, index)
 
     def _allocate(self, size: int, func: Any, bill: str = "", name: str = "") -> int:
+        begins, task = self._here.backward_begins, torch._C._current_graph_task_id()
+        if task != -1:
+            begins.setdefault(task, len(self.books.allocations))
+        elif begins:
+            begins.clear()
         return self.books.allocate(
             size, self._current_stream(), self._name(func), self._module(), bill, name
         )
@@ -501,6 +508,12 @@ class Simulation:
             return 0
         offset = tensor.storage_offset() * tensor.element_size()
         return self.books.allocations[index].address + offset  # type: ignore[return-value]
+
+    def of_this_backward(self, tensor: torch.Tensor) -> bool:
+        """Whether the backward pass that runs made the block in which a tensor lives."""
+        begins = self._here.backward_begins.get(torch._C._current_graph_task_id())
+        index = self.books.index_of(tensor)
+        return index < 0 or (begins is not None and index >= begins)
 
     def maker(self, tensor: torch.Tensor) -> str:
         """The operator that made the block in which a tensor lives; "" for none."""

@@ -372,12 +372,12 @@ def to_host(mode: Any, source: SimTensor, kwargs: dict[str, Any]) -> torch.Tenso
     """``tensor.cpu()``: a real host tensor while it is small, else a simulated one."""
     from pytest_vram.sim.tensors import META, wrap
 
-    dtype = kwargs.get("dtype") or source.dtype
+    options = {k: v for k, v in kwargs.items() if k == "memory_format" and v is not None}
+    options["dtype"] = kwargs.get("dtype") or source.dtype
     if source.numel() <= REAL_ON_HOST:
-        options = {k: v for k, v in kwargs.items() if k == "memory_format" and v is not None}
-        return aten._to_copy.default(on_host(source), dtype=dtype, **options)  # type: ignore[no-any-return]
-    elem = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=META)
-    return wrap(mode, elem, CPU)
+        return aten._to_copy.default(on_host(source), **options)  # type: ignore[no-any-return]
+    elem = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=META)
+    return wrap(mode, aten._to_copy.default(elem, **options), CPU)
 
 
 def fill_host(target: torch.Tensor, source: torch.Tensor) -> None:

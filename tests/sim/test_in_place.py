@@ -169,3 +169,14 @@ def test_a_gradient_that_a_hook_keeps_is_not_added_into(gpu: Simulation) -> None
     plain, hooked = (_blocks_of_backward(gpu, hooked) for hooked in (False, True))
     assert "aten::add" not in plain
     assert sorted(hooked) == sorted([*plain, "aten::add"])
+
+
+def test_a_kept_gradient_and_the_next_one_make_a_third(gpu: Simulation) -> None:
+    """``retain_grad`` clones the first and adds out of place (autograd/variable.cpp, v2.14.1)."""
+    leaf = torch.zeros(1 << 18, device="cuda", requires_grad=True)
+    kept = leaf * 2
+    kept.retain_grad()
+    loss = kept.sum()
+    loss.backward(retain_graph=True)
+    made = _allocations(gpu, loss.backward)
+    assert made == [("aten::add", 1), ("aten::mul", 1)]

@@ -22,7 +22,7 @@ from pytest_vram.sim.kernels import (
     argument,
     rule,
 )
-from pytest_vram.sim.kernels.iterator import Layout, dimensions, is_contiguous, layout
+from pytest_vram.sim.kernels.iterator import Layout, dense_like, dimensions, is_contiguous, layout
 
 aten = torch.ops.aten
 
@@ -58,7 +58,9 @@ def transfer(
     if _on_host(into):
         if convert_source:
             if not same:
-                yield Take("cast", frm.numel * to.itemsize, "cast on the device")
+                frm = dense_like(frm, to.itemsize)
+                dense_source = to.shape == frm.shape and is_contiguous(frm.shape, frm.stride)
+                yield Take("cast", frm.nbytes, "cast on the device")
             if not dense_source:
                 yield Take("source", to.nbytes, "contiguous source")
                 yield Give("source")

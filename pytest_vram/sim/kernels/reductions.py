@@ -125,14 +125,32 @@ def vector_norm(
     yield Out(0)
     if source.numel() == 0:
         return
+    dims = chosen_dims(argument(args, kwargs, 2, "dim"))
+    asked = argument(args, kwargs, 4, "dtype") or source.dtype
+    if all(source.shape[d] == 1 for d in dims or range(source.dim())):
+        yield from _absolute(source, asked, argument(args, kwargs, 1, "ord", 2))
+        return
     lowered = source.dtype in _HALF and result.dtype == torch.float32
-    wanted = source.dtype if lowered or source.is_complex() else result.dtype
+    wanted = source.dtype if lowered else asked if source.is_complex() else result.dtype
     plain, copy = cast_input(source, wanted)
     accumulator = wide(wanted) // (2 if wanted.is_complex else 1)
     if copy:
         yield copy
-    dims = chosen_dims(argument(args, kwargs, 2, "dim"))
     yield from reduction(plain, dims, (layout(result),), Kind(accumulator), card)
+    if copy:
+        yield Give(copy.key)
+
+
+def _absolute(source: Tensor, asked: torch.dtype, order: float) -> Iterator[Step]:
+    """The norm of single elements is ``abs`` of a cast (``is_reduce_over_1D_vector`` in
+    LinearAlgebra.cpp); that of complex numbers is complex before it is real
+    (``unary_op_impl_with_complex_to_float_out``, UnaryOps.cpp)."""
+    plain, copy = cast_input(source, asked)
+    if copy:
+        yield copy
+    if asked.is_complex and order != 0:
+        yield Take("absolute", plain.nbytes, "absolute values as complex numbers")
+        yield Give("absolute")
     if copy:
         yield Give(copy.key)
 
