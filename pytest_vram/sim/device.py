@@ -429,7 +429,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         these decide memory formats."""
         flat = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=META)
         shaped = flat.view(size)
-        place, device = source.storage_offset(), source.__dict__["_fake_device"]
+        place, device = int(source.storage_offset()), source.__dict__["_fake_device"]
         out = ViewOf(0, tuple(shaped.shape), shaped.stride(), place, source.dtype, device)
         return self._view(source, out)
 
