@@ -110,7 +110,7 @@ class _Root:
 def _roots() -> Iterator[_Root]:
     for frame in training_frames():
         code = frame.f_code
-        for name, value in local_variables(frame).items():
+        for name, value in _named_values(frame):
             tensors = [t for t in direct_tensors(value) if t.grad_fn is not None]
             if tensors:
                 kind = "variable" if is_a(value, Tensor) else type(value).__name__
@@ -120,6 +120,17 @@ def _roots() -> Iterator[_Root]:
                 who = f"{kind} '{name}' in {code.co_name}"
                 scalar = tensors[0].numel() == 1
                 yield _Root(who, line, newest, nodes, scalar, Scope(name, code))
+
+
+def _named_values(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Local variables, and the attributes of plain objects among them: trainers, meters."""
+    for name, value in local_variables(frame).items():
+        yield name, value
+        own = None if is_a(value, (type, *_PLAIN, Tensor)) else getattr(value, "__dict__", None)
+        if type(own) is dict and len(own) < 100 and not type(value).__module__.startswith("torch."):
+            for attribute, inner in list(own.items()):
+                if not attribute.startswith("_"):
+                    yield f"{name}.{attribute}", inner
 
 
 def _reach(nodes: Iterable[Any]) -> set[Any]:
@@ -214,10 +225,19 @@ class _Walk:
         return count
 
     def _closed_over(self, function: Any, depth: int) -> int:
-        """A hook or callback keeps the variables of the function that it was defined in."""
+        """A hook or callback keeps the variables of the function that it was defined in, and any
+        function the defaults of its arguments."""
         target = getattr(function, "__func__", function)
         place = _Place(f"of {target.__name__} ({_defined_at(target)})", target.__code__)
-        count = 0
+        code, defaults = target.__code__, target.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        count = sum(
+            self.visit(value, name, place, depth + 1)
+            for name, value in [
+                *zip(names, defaults, strict=False),
+                *(target.__kwdefaults__ or {}).items(),
+            ]
+        )
         for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=False):
             with contextlib.suppress(ValueError):  # an empty cell
                 count += self.visit(cell.cell_contents, name, place, depth + 1)

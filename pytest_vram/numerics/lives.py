@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from pytest_vram.trace import Allocation, Phase, Trace
 
@@ -100,6 +101,17 @@ class Lives:
         if 1 <= number <= len(self._begins):
             return self._begins[number - 1]
         return len(self.trace.events)
+
+    def growth_of_the_old(self) -> list[int]:
+        """By how much what is alive as a repetition begins grew, of what was made before the one
+        that just ended: the last step's own variables, larger with longer batches, are no leak."""
+        begins = self._begins[-6:]
+        old = [0] * max(0, len(begins) - 1)
+        for life in self.all:
+            for number, (before, now) in enumerate(pairwise(begins)):
+                if life.birth < before and now < life.death:
+                    old[number] += life.block
+        return [after - before for before, after in pairwise(old)]
 
     def alive_at(self, position: int) -> Iterator[Life]:
         return (life for life in self.all if life.birth <= position < life.death)

@@ -80,7 +80,7 @@ def leaks(lives: Lives, observed: Observed, growth: int) -> list[Finding]:
     cycle = _cycle(lives, observed, allowed)
     if cycle is not None:
         return [cycle]
-    if len(last) >= 2 and min(last) > allowed:
+    if len(last) >= 2 and min(last) > allowed and not _only_the_last_step(lives, allowed):
         return [_growth(lives, observed, last)]
     if observed.graphs:
         holder = observed.graphs[0]
@@ -97,6 +97,13 @@ def leaks(lives: Lives, observed: Observed, growth: int) -> list[Finding]:
             )
         ]
     return []
+
+
+def _only_the_last_step(lives: Lives, allowed: int) -> bool:
+    """Whether the growth is that of batches: of what is older than one step, nothing is added. The
+    first growth does not count, optimizer states arrive with it."""
+    later = lives.growth_of_the_old()[1:]
+    return bool(later) and min(later) <= allowed
 
 
 def _alive_line(observed: Observed) -> str:
@@ -615,6 +622,9 @@ def with_causes(
     causes = list(judge(trace, observed, growth=growth, attention=attention))
     leak = next((cause for cause in causes if cause.kind == "leak"), None)
     told = list(findings)
+    slopes = [one for one in told if one.kind == "leak" and "growth" in one.data]
+    if slopes and leak is None and _only_the_last_step(Lives(trace), growth):
+        told = [one for one in told if one not in slopes]
     for number, finding in enumerate(told):
         if finding.kind == "leak" and "growth" in finding.data and leak is not None:
             details = (f"cause: {leak.sentence}", *leak.details, *finding.details)
@@ -624,7 +634,7 @@ def with_causes(
     if observed.creates:
         told = [_with_double_backward(finding, observed.creates) for finding in told]
     if leak is not None:  # what a leak keeps also survives each step
-        causes = [cause for cause in causes if "variables" not in cause.data]
+        causes = [cause for cause in causes if not _same_holder(cause, leak)]
     for number, finding in enumerate(told):
         if finding.severity == "fail" and finding.kind in _ASKS_WHY:
             reasons = [cause for cause in causes if cause.severity == "warn"]
@@ -633,6 +643,11 @@ def with_causes(
             causes = [cause for cause in causes if cause.severity != "warn"]
             break
     return told + causes
+
+
+def _same_holder(cause: Finding, leak: Finding) -> bool:
+    attributes = {who.split("'")[1] for who in cause.data.get("attributes", ())}
+    return "variables" in cause.data or any(f".{name}'" in leak.sentence for name in attributes)
 
 
 def _with_double_backward(finding: Finding, line: str) -> Finding:

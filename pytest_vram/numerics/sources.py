@@ -28,7 +28,13 @@ class Scope:
         if self.code is None:
             return ""
         tree = _tree(self.code.co_filename)
-        names = (self.name, self.name.rpartition("[")[0])  # of an element: what adds to the whole
+        # Of an element what adds to the whole, of an attribute what its methods do.
+        owner, _, attribute = self.name.partition(".")
+        names = (
+            self.name,
+            self.name.rpartition("[")[0],
+            owner and attribute and f"self.{attribute}",
+        )
         found = _fills(tree, {*filter(None, names)}) if tree is not None else []
         here = [one for one in found if self._contains(one)]
         if not here:

@@ -264,6 +264,65 @@ def test_a_hook_fills_what_it_closes_over() -> None:
     assert found.details[0].endswith('hook: kept.setdefault("all", []).append(output)')
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.total: float | torch.Tensor = 0.0
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total = self.total + value
+
+
+def test_an_attribute_of_an_object_that_sums_losses() -> None:
+    def body() -> None:
+        model, meter = stack(depth=2), Meter()
+        for _ in range(5):
+            loss = model(torch.randn(8, 256, device="cuda")).pow(2).mean()
+            loss.backward()
+            model.zero_grad()
+            meter.update(loss)
+
+    (found,) = verdict(body)
+    assert "the graph behind variable 'meter.total' in body grows" in found.sentence
+    assert found.details[0].endswith("update: self.total = self.total + value")
+    assert "loss.item()" in found.hint
+
+
+def logged(out: torch.Tensor, seen: list[torch.Tensor] = []) -> None:  # noqa: B006
+    seen.append(out)
+
+
+def test_a_default_argument_that_keeps_what_it_gets() -> None:
+    def body() -> None:
+        model = stack()
+        for _ in range(5):
+            out = model(torch.randn(512, 256, device="cuda"))
+            out.pow(2).mean().backward()
+            logged(out.detach())
+            model.zero_grad()
+            del out
+
+    found = verdict(body)[0]
+    (seen,) = logged.__defaults__ or ()
+    seen.clear()
+    assert "list 'seen' of logged (" in found.sentence
+    assert found.details[0].endswith("logged: seen.append(out)")
+
+
+def test_batches_that_grow_are_no_leak() -> None:
+    """The last step's variables are larger from step to step; nothing older is."""
+
+    def body() -> None:
+        model = stack()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for rows in (512, 1024, 1536, 2048, 2560, 3072):
+            optimizer.zero_grad()
+            out = model(torch.randn(rows, 256, device="cuda"))
+            out.pow(2).mean().backward()
+            optimizer.step()
+
+    assert [found.kind for found in verdict(body) if found.kind == "leak"] == []
+
+
 def test_gradients_with_a_graph_that_refer_to_their_leaves() -> None:
     def body() -> None:
         model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1)).cuda()

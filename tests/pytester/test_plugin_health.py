@@ -98,6 +98,23 @@ def test_x(vram):
     )
 
 
+def test_batches_that_grow_are_no_leak(project: Project) -> None:
+    project.write(f"""
+{BUDGET}
+def test_x(vram):
+    model = nn.Linear(256, 256).to(vram.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for rows in (512, 1024, 1536, 2048, 2560, 3072):
+        optimizer.zero_grad()
+        out = model(torch.randn(rows, 256, device=vram.device))
+        out.pow(2).mean().backward()
+        optimizer.step()
+""")
+    result = project.run()
+    assert outcomes(result) == {"passed": 1}
+    assert "VRAM leak" not in result.stdout.str()
+
+
 def test_checkpointing_that_does_nothing_fails_without_a_baseline(project: Project) -> None:
     project.write(f"""
 {BUDGET}
