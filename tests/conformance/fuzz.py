@@ -4,8 +4,9 @@
     python fuzz.py compare FIRST:COUNT       both sides of so many seeds; what differs
     python fuzz.py shrink SEED               the smallest program that still differs, as code
     python fuzz.py record FIRST:COUNT FILE   programs with the reference's figures
+    python fuzz.py sweep FIRST:COUNT         rows for the conformance page: so many seeds a card
 
-``compare``, ``shrink`` and ``record`` start the reference with ``--reference COMMAND`` (a Python
+``compare``, ``shrink``, ``record`` and ``sweep`` start the reference with ``--reference COMMAND`` (a Python
 with PyTorch's CUDA build, on a card or a stub driver; default: ``tests/stub_driver/run.sh``).
 
 A program is a list of segments (plain, checkpointed, without gradients ...), each a list of parts
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -454,6 +456,7 @@ def serve(profile: str | None) -> None:
             result = simulated(make, profile, 3) if profile else measured(make, 3)
         except (Exception, SystemExit) as error:
             result = dict(error=f"{type(error).__name__}: {error}"[:600])
+        result["torch"] = torch.__version__.split("+")[0]
         print(json.dumps(result), file=out, flush=True)
 
 
@@ -666,10 +669,58 @@ def record(arguments: argparse.Namespace) -> None:
     arguments.file.write_text(json.dumps(known, indent=1) + "\n")
 
 
+#: The seeds of the conformance page: where each card's begin.
+SWEPT = {"a100": 20000, "t4": 21000, "h100": 22000}
+FIGURES = HERE.parents[1] / "fixtures" / "conformance"
+
+
+def digest(source: str) -> str:
+    """What tells that a seed still is the program that was measured."""
+    return hashlib.sha256(source.encode()).hexdigest()[:8]
+
+
+def sweep(arguments: argparse.Namespace) -> None:
+    """``fixtures/conformance/generated-*.json`` of this torch: page.Row of every seed."""
+    from page import Row, write
+
+    rows = []
+    for card, first in SWEPT.items():
+        with both(arguments.reference, card) as run:
+            for offset in seeds_of(arguments.what):
+                source = render(spec_of(first + offset))
+                rows.append(Row(**row_of(first + offset, card, source, *run(source))))
+                print(rows[-1].case, card, rows[-1].error("allocated"), rows[-1].error("reserved"),
+                      rows[-1].note, flush=True)  # fmt: skip
+    version = ".".join(torch.__version__.split(".")[:2])
+    write(FIGURES / f"generated-{version}.json", rows)
+
+
+def row_of(
+    seed: int, card: str, source: str, theirs: dict[str, Any], mine: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of a page.Row. Without a reference there is nothing to be right about."""
+    note = ""
+    if "error" in theirs:
+        note = f"no reference: {theirs['error'].splitlines()[0][:150]}"
+    elif "error" in mine:
+        note = f"failed: {mine['error'].splitlines()[0][:150]}"
+    figures = {}
+    for key in ("allocated", "reserved"):
+        figures[f"reference_{key}"] = theirs.get(f"peak_{key}")
+        figures[key] = mine.get(f"peak_{key}")
+    return dict(
+        suite="generated", case=f"{seed} {digest(source)}", card=card, **figures, note=note,
+        torch=torch.__version__.split("+")[0], reference_torch=theirs.get("torch", ""),
+    )  # fmt: skip
+
+
+_ACTIONS = {"compare": compare, "shrink": shrunk, "record": record, "sweep": sweep}
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("show", "compare", "shrink", "record", "serve"))
+    parser.add_argument("action", choices=("show", *_ACTIONS, "serve"))
     parser.add_argument("what", nargs="?", default="0:20", help="SEED or FIRST:COUNT")
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--simulate", metavar="PROFILE", help="for serve")
@@ -683,7 +734,7 @@ def main() -> None:
     elif arguments.action == "serve":
         serve(arguments.simulate)
     else:
-        {"compare": compare, "shrink": shrunk, "record": record}[arguments.action](arguments)
+        _ACTIONS[arguments.action](arguments)
 
 
 if __name__ == "__main__":

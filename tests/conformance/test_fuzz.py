@@ -23,6 +23,7 @@ from fuzz import (
     both,
     compiled,
     difference,
+    digest,
     render,
     shrink,
     smaller,
@@ -61,6 +62,14 @@ def test_a_seed_is_always_the_same_program() -> None:
     applied.cache_clear()
     assert texts == [render(spec_of(seed)) for seed in range(3)]
     assert len(set(texts)) == 3
+
+
+def test_the_figures_of_the_page_are_those_of_this_generator() -> None:
+    """A changed generator makes other programs of the same seeds: sweep again then."""
+    rows = json.loads(RECORDED.with_name("generated-2.14.json").read_text())
+    for row in rows[::25]:
+        seed, told = row["case"].split()
+        assert digest(render(spec_of(int(seed)))) == told
 
 
 def test_every_program_is_python() -> None:
@@ -105,7 +114,7 @@ def test_parts_adapt_to_the_shape_they_get() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", ["a100", "h100"])
+@pytest.mark.parametrize("card", ["a100", "h100", "t4"])
 def test_fresh_programs(card: str) -> None:
     """``VRAM_FUZZ_COUNT`` seeds from ``VRAM_FUZZ_FIRST`` on, both sides run now."""
     driver = Path(__file__).parents[1] / "stub_driver"
@@ -127,7 +136,7 @@ def test_fresh_programs(card: str) -> None:
                 differing[seed] = text
             for key in ("peak_allocated", "peak_reserved"):
                 assert mine[key] == pytest.approx(theirs[key], rel=0.005), (seed, key)
-    assert compared >= 0.8 * count
+    assert compared >= 0.95 * count
     assert len(differing) <= 0.05 * compared, differing
 
 
