@@ -607,7 +607,7 @@ def hooked(r: Random, s: Shape) -> Code | None:
     return "", r.choice([
         "if x.requires_grad:\n    x.register_hook(lambda g: g * 2)",
         "if x.requires_grad:\n    x.register_hook(lambda g: None)",
-        "if x.requires_grad:\n    x = x * 1\n    x.retain_grad()",
+        "if x.requires_grad and torch.is_grad_enabled():\n    x = x * 1\n    x.retain_grad()",
         "x = x + x.detach() * 0.1",
     ])  # fmt: skip
 
