@@ -21,6 +21,8 @@ from pytest_vram.sim.tensors import META as META_DEVICE
 
 aten = torch.ops.aten
 
+_VIEWS_AND_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
 
 def _like_input(grad: Tensor, source: Tensor, *rest: Any, **more: Any) -> Tensor:
     """MultiMarginLoss.cu, MultiLabelMarginCriterion.cu: a contiguous gradient."""
@@ -168,7 +170,12 @@ def _trilinear(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Linear.cpp, ``_trilinear``: a loop over one dimension, two batched products in each turn."""
     given, expands, summed = list(args[:3]), args[3:6], set(args[6])
     unrolled = args[7] if len(args) > 7 else 1
-    with mode, torch._C._AutoDispatchBelowAutograd():
+    # its kernel sees autocast as its caller does: it has no cast policy, its products have
+    with (
+        mode.as_called(func),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_VIEWS_AND_VERSIONS),
+    ):
         for number, expand in enumerate(expands):
             for dim in sorted(expand):
                 given[number] = given[number].unsqueeze(dim)

@@ -708,9 +708,10 @@ def row_of(
     for key in ("allocated", "reserved"):
         figures[f"reference_{key}"] = theirs.get(f"peak_{key}")
         figures[key] = mine.get(f"peak_{key}")
+    here = torch.__version__.split("+")[0]
     return dict(
         suite="generated", case=f"{seed} {digest(source)}", card=card, **figures, note=note,
-        torch=torch.__version__.split("+")[0], reference_torch=theirs.get("torch", ""),
+        torch=here, reference_torch=theirs.get("torch", here),
     )  # fmt: skip
 
 

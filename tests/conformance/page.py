@@ -371,7 +371,7 @@ def _table(rows: list[Row], version: str) -> str:
 
 def _by_card(rows: list[Row], version: str) -> str:
     """How many of each card are equal, and then the others."""
-    references = ", ".join(sorted({row.reference_torch for row in rows} - {""}, key=_order))
+    references = ", ".join(sorted({row.reference_torch for row in rows}, key=_order))
     lines = [
         f"### Simulated with torch {version}, reference torch {references}",
         "",
