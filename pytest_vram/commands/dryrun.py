@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import runpy
 import signal
 import sys
@@ -108,7 +109,8 @@ def _run(script: Script) -> tuple[str, str, str]:
         if script.module:
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(script.target, run_name="__main__")
+            # ``python train.py`` gives the main module an absolute ``__file__``.
+            runpy.run_path(os.path.abspath(script.target), run_name="__main__")
     except _Enough as enough:
         return str(enough), "", ""
     except SystemExit as leaving:
@@ -122,8 +124,20 @@ def _run(script: Script) -> tuple[str, str, str]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return f"{type(error).__name__}: {error}", _own_traceback(error), ""
+        return f"{type(error).__name__}: {error}", _own_traceback(error) + _launcher(error), ""
     return "the script ended", "", ""
+
+
+def _launcher(error: BaseException) -> str:
+    """What to do where a script misses the variables that ``torchrun`` would have set."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not isinstance(error, KeyError) or error.args[:1] not in [(name,) for name in names]:
+        return ""
+    return (
+        "\n\nIt expects a launcher. One rank is simulated with the variables that torchrun sets:\n"
+        "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500 pytest-vram "
+        "simulate ..."
+    )
 
 
 def _own_traceback(error: BaseException) -> str:

@@ -313,6 +313,19 @@ if torch.isnan(values).any():
 """
 
 
+def test_the_main_module_knows_its_own_file(script, tmp_path):
+    """As under ``python train.py``: an absolute path, so that neighbours are found."""
+    result = run("simulate", "--steps", 0, script("print('here', __file__)"))
+    assert f"here {tmp_path / 'train.py'}" in result.output
+
+
+def test_a_script_that_expects_a_launcher(script, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    result = run("simulate", script("import os; os.environ['LOCAL_RANK']"))
+    assert result.exit_code == 4, result.output
+    assert "One rank is simulated with the variables that torchrun sets" in result.output
+
+
 def test_what_a_script_checks_before_it_raises_holds(script):
     """Values are not there, but they would be finite, and what the script asserts of them."""
     result = run("simulate", "--steps", 0, script(textwrap.dedent(TRAIN) + CHECKS), "--steps", 2)
