@@ -43,8 +43,14 @@ def _ctc_gradient(grad: Tensor, log_probs: Tensor, *rest: Any, **more: Any) -> T
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
+def _weight_norm_gradients(grad: Tensor, v: Tensor, g: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """``weight_norm_backward_cuda`` (WeightNorm.cu), which torch 2.6 has no shapes for."""
+    return v.new_empty(v.shape), g.new_empty(g.shape)
+
+
 META: dict[str, Callable[..., Any]] = {
     "_ctc_loss_backward": _ctc_gradient,
+    "_weight_norm_interface_backward": _weight_norm_gradients,
     "multi_margin_loss_backward": _like_input,
     "multilabel_margin_loss_backward": _like_input,
     "_fused_sgd_": _nothing,

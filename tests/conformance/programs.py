@@ -500,3 +500,4 @@ def side_stream_copies(device: str) -> Step:
 
 import programs_models  # noqa: E402, F401  (they register theirs here)
 import programs_plain  # noqa: E402, F401
+import programs_strangers  # noqa: E402, F401

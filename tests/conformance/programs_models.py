@@ -94,6 +94,12 @@ def _pairs(model: Any, config: Any, device: str) -> torch.Tensor:
     return model(input_ids=tokens, pixel_values=images, return_loss=True).loss  # type: ignore[no-any-return]
 
 
+def _series(model: Any, config: Any, device: str) -> torch.Tensor:
+    past = torch.randn(8, config.context_length, config.num_input_channels, device=device)
+    future = torch.randn(8, config.prediction_length, config.num_input_channels, device=device)
+    return model(past_values=past, future_values=future).loss  # type: ignore[no-any-return]
+
+
 def _model(
     name: str, kind: str, dtype: torch.dtype | None, optimizer: Optimizer, loss: Loss = _tokens,
     config: str = "", **sizes: Any,
@@ -169,6 +175,22 @@ _model("hf_hubert", "HubertForSequenceClassification", _HALF, _adamw, _sound,
 _model("hf_clip", "CLIPModel", _HALF, _adamw, _pairs, config="CLIPConfig", projection_dim=64,
        text_config=dict(_DECODER, vocab_size=4000),
        vision_config=dict(_VISION, num_attention_heads=4, patch_size=16))  # fmt: skip
+
+_model("hf_bloom", "BloomForCausalLM", _BRAIN, _adamw, hidden_size=128, n_layer=2, n_head=4,
+       vocab_size=8000)  # fmt: skip
+_model("hf_gpt_oss", "GptOssForCausalLM", _BRAIN, _adamw, head_dim=32, num_local_experts=4,
+       num_experts_per_tok=2, sliding_window=32, **_GROUPED)  # fmt: skip
+_model("hf_jamba", "JambaForCausalLM", None, _adamw, use_mamba_kernels=False, num_experts=4,
+       attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+       mamba_d_state=8, mamba_dt_rank=8, **_GROUPED)  # fmt: skip
+_model("hf_longt5", "LongT5ForConditionalGeneration", None, _adamw, d_model=128, num_layers=2,
+       num_heads=4, d_kv=32, d_ff=256, local_radius=15, global_block_size=8, vocab_size=8000,
+       encoder_attention_type="transient-global", decoder_start_token_id=0)  # fmt: skip
+_model("hf_funnel", "FunnelForMaskedLM", None, _adamw, block_sizes=[1, 1], num_decoder_layers=1,
+       d_model=128, n_head=4, d_head=32, d_inner=256, vocab_size=4000)  # fmt: skip
+_model("hf_patchtst", "PatchTSTForPrediction", None, _adamw, _series, config="PatchTSTConfig",
+       context_length=64, prediction_length=16, num_input_channels=4, patch_length=8,
+       patch_stride=8, d_model=64, num_attention_heads=4, num_hidden_layers=2)  # fmt: skip
 
 
 @program(needs="transformers")

@@ -22,7 +22,7 @@ CARDS = {"a100": "a100-80gb", "h100": "h100-80gb", "t4": "t4", "rtx4090": "rtx40
 
 #: Programs that differentiate through backward: their order depends on how many nodes the threads
 #: of a process made before, so each gets a process of its own.
-ALONE = ("gradient_penalty", "maml", "pinn", "wgan_gp")
+ALONE = ("gradient_penalty", "maml", "pinn", "stylegan_r1", "wgan_gp")
 
 
 def record(card: str, arguments: tuple[str, ...] = ()) -> list[dict[str, object]]:
