@@ -12,6 +12,7 @@ import torch
 
 from pytest_vram.frames import describe, nearest_frame
 from pytest_vram.sim.allocator import Block, CachingAllocator, DeviceOutOfMemory
+from pytest_vram.sim.sequence import made_as
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.trace import BILLS, Allocation, Event, OutOfMemory, Phase, Trace
 
@@ -58,6 +59,7 @@ class Books:
         self._lock = lock
         self._frames: list[tuple[Any, int] | None] = []
         self._blocks: list[Block | None] = []
+        self._nodes: list[int] = []  #: of each block: the autograd node that ran, or -1
         self._live: dict[int, _StorageRef] = {}
         self._busy = 0
         self._late: list[int] = []  #: died while the allocator was at work
@@ -90,6 +92,7 @@ class Books:
         )
         self._frames.append(nearest_frame())
         self._blocks.append(block)
+        self._nodes.append(_running_node())
         self.events.append(("alloc", index, 0, 0))
         self._free_late()
         return index
@@ -160,6 +163,11 @@ class Books:
         """The allocation in which ``tensor`` lives; -1 where there is none."""
         found = self._live.get(tensor.untyped_storage()._cdata)
         return -1 if found is None else found.index
+
+    def made_in(self, tensor: torch.Tensor) -> int:
+        """The number of the autograd node in which ``tensor``'s block was made; -1 for none."""
+        index = self.index_of(tensor)
+        return self._nodes[index] if index >= 0 else -1
 
     def follow(self, storage: Any, index: int) -> None:
         """The block is given back when ``storage`` dies."""
@@ -286,3 +294,10 @@ class Books:
             code, line = frame
             frames.append({"name": code.co_name, "filename": code.co_filename, "line": line})
         return frames
+
+
+def _running_node() -> int:
+    if torch._C._current_graph_task_id() == -1:
+        return -1
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else made_as(node)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from pytest_vram.sim import sequence
 from pytest_vram.sim.callers import called_by_engine
 from pytest_vram.sim.tensors import SimTensor, is_dense
 
@@ -24,15 +25,17 @@ aten = torch.ops.aten
 #: ask ``isTensorSubclassLike`` before they choose between the two forms:
 #: ``index_backward``, ``gather_backward`` and ``cummaxmin_backward``,
 #: ``value_selecting_reduction_backward``, ``index_select_backward``, ``take_backward``,
-#: ``evenly_distribute_backward``; of ``maximum`` and its kin (derivatives.yaml).
+#: ``masked_select_backward``, ``evenly_distribute_backward``, ``atan2_backward``; of ``maximum``
+#: and its kin (derivatives.yaml).
 _FRESH = {
     aten.index_put.default: ("IndexBackward",),
     aten.scatter_add.default: ("Gather", "Cummax", "Cummin"),
     aten.scatter.src: ("Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue", "Sort", "Topk"),
     aten.index_add.default: ("IndexSelect",),
     aten.put.default: ("Take",),
+    aten.masked_scatter.default: ("MaskedSelect",),
     aten.logical_and.default: ("Max", "Min", "Median", "Nanmedian"),
-    aten.masked_fill.Scalar: ("Maximum", "Minimum", "Fmax", "Fmin", "Clamp"),
+    aten.masked_fill.Scalar: ("Maximum", "Minimum", "Fmax", "Fmin", "Clamp", "Atan2"),
 }
 
 #: Nodes that do so where nobody else holds the tensor and one of these operators made it, of
@@ -42,7 +45,7 @@ _OF_NODE = {
         "aten::sigmoid", "aten::add", "aten::log_sigmoid_forward",
     ),
     (aten.mul.Tensor, "BinaryCrossEntropyWithLogitsBackward0"): (
-        "aten::sigmoid", "aten::add", "aten::log_sigmoid_forward",
+        "aten::sigmoid", "aten::add", "aten::log_sigmoid_forward", "aten::mul",
     ),
     (aten.mul.Tensor, "BinaryCrossEntropyBackward0"): ("aten::logit",),
     (aten.mul.Tensor, "BinaryCrossEntropyBackwardBackward0"): ("aten::div", "aten::rsub"),
@@ -60,6 +63,7 @@ TWINS: dict[Any, tuple[Any, dict[str, Any]]] = {
     aten.scatter.src: (aten.scatter_.src, {}),
     aten.index_add.default: (aten.index_add_.default, {}),
     aten.put.default: (aten.put_.default, {}),
+    aten.masked_scatter.default: (aten.masked_scatter_.default, {}),
     aten.logical_and.default: (aten.logical_and_.default, {}),
     aten.masked_fill.Scalar: (aten.masked_fill_.Scalar, {}),
 }
@@ -112,6 +116,8 @@ class Blocks(Protocol):
 
     def maker(self, tensor: torch.Tensor) -> str: ...
 
+    def made_in(self, tensor: torch.Tensor) -> int: ...
+
     def of_this_backward(self, tensor: torch.Tensor) -> bool: ...
 
 
@@ -136,7 +142,7 @@ def takes_over(func: Any, args: tuple[Any, ...], added: Any, blocks: Blocks) -> 
     # Gradients of one tensor that arrive from several users are added into the first
     # (autograd/input_buffer.cpp, can_accumulate_inplace).
     if func is aten.add.Tensor:
-        if not _accumulates(first, args[1]):
+        if not _accumulates(first, args[1]) or not _of_engine(blocks.made_in(first)):
             return False
         # What retain_grad kept is of an earlier pass, and its sum with the next one is a third
         # tensor (autograd/variable.cpp, VariableHooks::retain_grad, v2.14.1).
@@ -166,6 +172,16 @@ def _accumulates(first: SimTensor, second: Any) -> bool:
         and first.dtype == second.dtype
         and is_dense(first)
     )
+
+
+def _of_engine(made_in: int) -> bool:
+    """Whether the engine adds, and not the formula of a node (as ``var_mean_backward`` does). Both
+    run under the node's name; but what the engine adds to was made by an earlier node, or this one
+    has two gradients for one place."""
+    node = torch._C._current_autograd_node()
+    if node is None or made_in != sequence.made_as(node):
+        return True
+    return len(set(node.next_functions)) < len(node.next_functions)
 
 
 def _node() -> str:

@@ -15,21 +15,27 @@ from torch import Tensor
 
 from pytest_vram.sim import inplace
 from pytest_vram.sim.kernels import batchnorm
-from pytest_vram.sim.kernels.iterator import contiguous_strides, layout, order_of
+from pytest_vram.sim.kernels.iterator import contiguous_strides, layout, order_of, preserved_strides
 from pytest_vram.sim.kernels.memory_format import channels_last, formatted
 from pytest_vram.sim.tensors import is_dense
 
 aten = torch.ops.aten
 
 #: The first result is contiguous whatever the operands are: SoftMax.cpp, layer_norm_kernel.cu,
-#: Loss.cpp (``zeros_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT)``), RreluWithNoise.cu.
+#: group_norm.cpp (``LEGACY_CONTIGUOUS_MEMORY_FORMAT``),
+#: Loss.cpp (``zeros_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT)``), RreluWithNoise.cu,
+#: cuda/Activation.cpp (``glu_backward_cuda`` resizes an empty tensor), PixelShuffle.cpp (a
+#: ``reshape`` of a permuted view).
 _CONTIGUOUS = {
     aten._log_softmax_backward_data.default,
     aten.native_layer_norm_backward.default,
+    aten.native_group_norm_backward.default,
     aten.mse_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss_backward.default,
     aten.rrelu_with_noise.default,
+    aten.glu_backward.default,
+    aten.pixel_unshuffle.default,
 }
 
 #: Channels last where the first operand suggests it: UpSample.h (``suggest_memory_format``),
@@ -70,6 +76,9 @@ def laid_out(func: Any, args: Sequence[Any], result: Any) -> Any:
         if not args[9][0]:  # the decomposition computes it all the same (Normalization.cu)
             return None, *result[1:]
         return _with(result[0], batchnorm.of_gradient(layout(args[1]), args[7])), *result[1:]
+    if func is aten.cudnn_batch_norm_backward.default:  # empty_like(input), cudnn/BatchNorm.cpp
+        source = layout(args[0])
+        return _with(result[0], preserved_strides(source.shape, source.stride)), *result[1:]
     if func is aten.masked_fill.Scalar:
         return _masked(func, args[0], result)
     if func in _AS_FIRST:

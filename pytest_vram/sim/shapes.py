@@ -163,9 +163,11 @@ def _pair(left: Tensor, right: Tensor, summed: set[int]) -> Tensor:
         left, right, rows, columns = right, left, columns, rows
     rest = sorted(summed)
     size = math.prod(left.shape[d] for d in inner)
+    tall = math.prod(left.shape[d] for d in rows)
+    broad = math.prod(right.shape[d] for d in columns)
     count = math.prod(left.shape[d] for d in batch)
-    first = left.permute(*batch, *rows, *rest, *columns).reshape(count, -1, size)
-    second = right.permute(*batch, *rest, *columns, *rows).reshape(count, size, -1)
+    first = left.permute(*batch, *rows, *rest, *columns).reshape(count, tall, size)
+    second = right.permute(*batch, *rest, *columns, *rows).reshape(count, size, broad)
     kept = [left.shape[d] for d in batch + rows] + [1] * len(rest)
     kept += [right.shape[d] for d in columns]
     order = [*batch, *rows, *rest, *columns]

@@ -524,6 +524,10 @@ class Simulation:
         """Keep no books until told otherwise: what runs does not run on a card."""
         self._quiet = on
 
+    def made_in(self, tensor: torch.Tensor) -> int:
+        """The number of the autograd node in which a tensor's block was made; -1 for none."""
+        return self.books.made_in(tensor)
+
     def resized(self, storage: Any, size: int) -> None:
         """``UntypedStorage.resize_``: the old block goes, a new one comes (resizing to 0 frees)."""
         # resize_bytes_cuda (native/cuda/Resize.cpp) allocates before it lets the old data go

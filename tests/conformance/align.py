@@ -139,7 +139,8 @@ def _resume(
 def _difference(
     reference: Sequence[Item], simulated: Sequence[Item], i: int, x: int, j: int, y: int
 ) -> Difference:
-    here = simulated[min(j, len(simulated) - 1)] if y else simulated[max(j - 1, 0)]
+    at = min(j, len(simulated) - 1) if y else max(j - 1, 0)
+    here = simulated[at] if simulated else ("", 0, "", "")
     return Difference(i, tuple(reference[i : i + x]), tuple(simulated[j : j + y]), here[2], here[3])
 
 

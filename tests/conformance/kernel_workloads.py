@@ -1479,3 +1479,66 @@ def long_rows() -> None:
             t(48, 1024, 1024, 32, dtype=dtype).sum((0, 3)),
             t(70000, 40000, dtype=dtype, grad=False).sum(0),
         )
+
+
+def formats(*shape: int, dtype: torch.dtype = f32) -> tuple[Tensor, ...]:
+    """Empty tensors of one shape: contiguous, channels last, every other row."""
+    last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    batch, channels, rows, *rest = shape
+    plain = torch.empty(shape, dtype=dtype, device=D)
+    strided = torch.empty(batch, channels, 2 * rows, *rest, dtype=dtype, device=D)[:, :, ::2]
+    return plain, plain.contiguous(memory_format=last), strided
+
+
+@workload
+def memory_formats() -> None:
+    """Operands of one call in different formats, as around a ``flatten`` or ``view``."""
+    for channels in (3, 4):
+        for x in formats(2, channels, 8, 8):
+            aten = torch.ops.aten
+            for function in (aten.reflection_pad2d, aten.replication_pad2d):
+                function(x, [1, 1, 1, 1])
+            aten.upsample_nearest2d(x, [10, 10])
+            aten._upsample_nearest_exact2d(x, [10, 10])
+            for g in formats(2, channels, 4, 4):
+                aten.avg_pool2d_backward(g, x, [2, 2], [2, 2], [0, 0], False, True, None)
+                aten._adaptive_avg_pool2d_backward(g, x)
+                aten.upsample_nearest2d_backward(g, [4, 4], [2, channels, 8, 8])
+                aten._upsample_nearest_exact2d_backward(g, [4, 4], [2, channels, 8, 8])
+                aten.upsample_bilinear2d_backward(g, [4, 4], [2, channels, 8, 8], False)
+                for i in formats(2, channels, 4, 4, dtype=torch.int64):
+                    pooled = (g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, i)
+                    aten.max_pool2d_with_indices_backward(*pooled)
+                    aten.max_unpool2d(g, i, [8, 8])
+
+
+@workload
+def memory_formats_3d() -> None:
+    aten = torch.ops.aten
+    for x in formats(2, 4, 8, 8, 8):
+        aten.reflection_pad3d(x, [1] * 6)
+        aten.adaptive_max_pool3d(x, [2] * 3)
+        aten.max_pool3d_with_indices(x, [2] * 3)
+        for g in formats(2, 4, 4, 4, 4):
+            aten.upsample_nearest3d_backward(g, [4] * 3, [2, 4, 8, 8, 8])
+            aten._upsample_nearest_exact3d_backward(g, [4] * 3, [2, 4, 8, 8, 8])
+            for i in formats(2, 4, 4, 4, 4, dtype=torch.int64):
+                pooled = (g, x, [2] * 3, [2] * 3, [0] * 3, [1] * 3, False, i)
+                aten.max_pool3d_with_indices_backward(*pooled)
+                aten.max_unpool3d(g, i, [8] * 3, [2] * 3, [0] * 3)
+
+
+@workload
+def checks_and_parts() -> None:
+    for dtype in (f32, f16, torch.complex64, torch.int64):
+        torch.isinf(t(20, 30, dtype=dtype, grad=False))
+        torch.angle(t(20, 30, dtype=dtype, grad=False))
+    for p in (1, 3):
+        torch.mvlgamma(t(20, 30, grad=False), p)
+    x = t(20, 1, dtype=torch.complex64, grad=False)
+    for order in (0.5, 1, 2, 3, float("inf"), 0):
+        torch.linalg.vector_norm(x, order, 1)
+    for size, window, step in ((10, 3, 2), (10, 3, 3), (30, 5, 2)):
+        back(t(size, 7).unfold(0, window, step), t(7, size).unfold(1, window, step))
+    for scores in formats(2, 3, 4, 5):
+        torch.ops.aten._safe_softmax(scores, 2)

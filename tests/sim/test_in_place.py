@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pytest_vram.sim import Simulation, find_profile
+from pytest_vram.sim.selection import assume_selected
 
 MIB = 1 << 20
 
@@ -180,3 +181,28 @@ def test_a_kept_gradient_and_the_next_one_make_a_third(gpu: Simulation) -> None:
     loss.backward(retain_graph=True)
     made = _allocations(gpu, loss.backward)
     assert made == [("aten::add", 1), ("aten::mul", 1)]
+
+
+def test_a_formula_adds_two_gradients_of_its_own_into_a_third(gpu: Simulation) -> None:
+    """``gself + aux`` of ``var_mean_backward`` (FunctionsManual.cpp), which the engine's own sums,
+    made in place, must not be taken for."""
+    values = torch.empty(512, 512, device="cuda", requires_grad=True)
+    variance, mean = torch.var_mean(values)
+    made = _allocations(gpu, (variance + mean).backward)
+    assert [name for name, _ in made].count("aten::add") == 1
+
+
+def test_a_sum_of_two_gradients_from_one_node_is_made_in_place(gpu: Simulation) -> None:
+    values = torch.empty(512, 512, device="cuda", requires_grad=True)
+    doubled = values * 2
+    loss = (doubled * doubled).sum()
+    assert "aten::add" not in [name for name, _ in _allocations(gpu, loss.backward)]
+
+
+def test_the_gradients_of_atan2_and_of_a_selection_are_filled_in_place(gpu: Simulation) -> None:
+    values = torch.empty(512, 512, device="cuda", requires_grad=True)
+    loss = torch.atan2(values, torch.ones(512, 512, device="cuda")).sum()
+    assert "aten::masked_fill" not in [name for name, _ in _allocations(gpu, loss.backward)]
+    with assume_selected(0.5):
+        loss = values.masked_select(values > 0).sum()
+    assert "aten::masked_scatter" not in [name for name, _ in _allocations(gpu, loss.backward)]

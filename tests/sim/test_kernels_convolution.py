@@ -3,12 +3,14 @@ devices, cuDNN on (its workspaces at 0) and off."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kernel_answers import argument, card, differences, runs, state
 
 from pytest_vram.sim import find_profile
-from pytest_vram.sim.kernels import Card, Out, Take, program
+from pytest_vram.sim.kernels import Card, Give, Out, Take, program
 from pytest_vram.sim.kernels.convolution_choice import (
     described,
     laid_out,
@@ -144,3 +146,49 @@ def test_a_small_transposed_output_keeps_the_block_made_like_the_input(groups: i
     else:
         outputs = [s.size for s in steps if isinstance(s, Take) and s.key.endswith("output")]
         assert outputs == [whole // 2] * 2
+
+
+def _signed(steps: Any) -> list[str]:
+    """``+size`` of scratch, ``-`` where it goes, ``out``; what cuDNN may take is left out."""
+    found, held = [], set()
+    for step in steps:
+        if isinstance(step, Take) and step.size:
+            held.add(step.key)
+            found.append(f"+{step.size}")
+        elif isinstance(step, Give) and step.key in held:
+            held.remove(step.key)
+            found.append("-")
+        elif isinstance(step, Out):
+            found.append(f"out{step.index}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "weight", "options", "expected"),
+    [
+        ("slow2d", (4, 4, 3, 3), ([0, 0], 1), ["+16", "out0", "+5184", "-", "-"]),
+        ("depthwise2d", (4, 1, 3, 3), ([0, 0], 4), ["+16", "out0", "-"]),
+    ],
+)
+def test_a_strided_bias_is_copied_before_the_output(
+    function: str, weight: tuple[int, ...], options: tuple[object, ...], expected: list[str]
+) -> None:
+    """Figures of PyTorch 2.14.1's host code on the stub driver, without cuDNN."""
+    bias = tensor(8)[::2]
+    args = (tensor(2, 4, 8, 8), tensor(*weight), bias, [1, 1], [0, 0], [1, 1], False, *options)
+    with state({"cudnn": False}):
+        steps = program(torch.ops.aten.convolution.default, args, {}, [tensor(2, 4, 6, 6)],
+                        on("a100-80gb"))  # fmt: skip
+    assert _signed(steps) == expected, function
+
+
+def test_a_transposed_convolution_copies_its_gradient_once_for_both_kernels() -> None:
+    """``grad_output.contiguous`` (cudnn/ConvShared.cpp), of a gradient that a sum expanded."""
+    grad = tensor(1).expand(2, 4, 10, 10)
+    args = (grad, tensor(2, 4, 8, 8), tensor(4, 4, 3, 3), None, [1, 1], [0, 0], [1, 1], True,
+            [0, 0], 1, [True, True, False])  # fmt: skip
+    outputs = [tensor(2, 4, 8, 8), tensor(4, 4, 3, 3), None]
+    with state({"cudnn": True}):
+        backward = torch.ops.aten.convolution_backward.default
+        steps = program(backward, args, {}, outputs, on("a100-80gb"))
+    assert _signed(steps) == ["+3200", "out0", "out1", "-"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Step, Take, rule, size_of
+from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Step, Take, rule, scratch, size_of
 
 #: First version whose efficient forward puts an unused seed and offset on the device
 #: (``seed_t = at::empty({}, kLong on CUDA)`` when there is no dropout); 2.6 has them on the host.
@@ -551,6 +551,8 @@ def safe_softmax(
     assert result is not None
     dim = args[1] % max(scores.dim(), 1)
     yield Out(0)
+    if not scores.is_contiguous():
+        yield from scratch(size_of(scores), "contiguous scores")
     yield Take("masked", int(scores.numel()), "which scores are -inf")
     yield Take("rows", int(scores.numel()) // max(int(scores.shape[dim]), 1), "which rows are")
     yield Take("zero", result.element_size(), "the zero that fills them")

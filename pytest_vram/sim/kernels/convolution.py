@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Step, Take, rule
+from pytest_vram.sim.kernels import Card, Give, Out, Outputs, Step, Take, rule, size_of
 from pytest_vram.sim.kernels.convolution_choice import (
     Convolution,
     Implementation,
@@ -77,16 +77,26 @@ def _columns(conv: Convolution) -> int:
 
 
 def _native_forward(
-    conv: Convolution, kind: Implementation, result: Take | Out, key: str, card: Card
+    conv: Convolution, kind: Implementation, result: Take | Out, key: str, bias: int, card: Card
 ) -> Iterator[Step]:
     """One group on im2col and a matrix product per sample. ``slow_conv_transpose3d`` makes its
-    output like its input and resizes it (NaiveConvolutionTranspose3d.cu, v2.14.1)."""
+    output like its input and resizes it (NaiveConvolutionTranspose3d.cu, v2.14.1). ``bias``: bytes
+    of a bias that must be made contiguous, as the parts of a complex one, before the output;
+    transposed kernels make theirs empty first."""
+    dense_bias = []
+    if bias > conv.input.itemsize:  # a single value is contiguous whatever its stride
+        dense_bias.append(Take(f"{key}bias", bias, "contiguous bias"))
+    if not conv.transposed:
+        yield from dense_bias
     output_size = prod(conv.output_shape) // conv.groups * conv.input.itemsize
     made = conv.input.nbytes // conv.groups if kind == "transpose3d" else output_size
     resized = output_size > made
     if resized:  # made like the input, then resized; a smaller output keeps the block
         yield Take(f"{key}like", made, "output before its resize")
+        yield from dense_bias
     yield replace(result, size=made) if made > output_size else result
+    if conv.transposed and not resized:
+        yield from dense_bias
     if resized:
         yield Give(f"{key}like")
     columns = kind != "slow2d" or not conv.pointwise
@@ -101,6 +111,7 @@ def _native_forward(
         yield Give(f"{key}ones")
     if columns:
         yield Give(f"{key}columns")
+    yield from (Give(step.key) for step in dense_bias)
 
 
 def _group_of(plain: Layout, groups: int) -> Layout:
@@ -113,7 +124,9 @@ def replace_shape(plain: Layout, shape: tuple[int, ...]) -> Layout:
     return Layout(shape, plain.stride, plain.itemsize, plain.offset)
 
 
-def _native_groups_forward(conv: Convolution, kind: Implementation, card: Card) -> Iterator[Step]:
+def _native_groups_forward(
+    conv: Convolution, kind: Implementation, bias: int, card: Card
+) -> Iterator[Step]:
     """Every group by itself, then ``cat``."""
     part = _group_of(conv.input, conv.groups)
     result = prod(conv.output_shape) // conv.groups * conv.input.itemsize
@@ -121,12 +134,26 @@ def _native_groups_forward(conv: Convolution, kind: Implementation, card: Card) 
         copies = _Copies([])
         _, steps = copies.of(part, False, f"{group}.input", "contiguous input of one group")
         yield from steps
+        if bias // conv.groups > conv.input.itemsize:  # a single value is contiguous already
+            copies.keys.append(f"{group}.bias")
+            yield Take(f"{group}.bias", bias // conv.groups, "contiguous bias of one group")
         output = Take(f"{group}.output", result, "output of one group")
-        yield from _native_forward(conv, kind, output, f"{group}.", card)
+        yield from _native_forward(conv, kind, output, f"{group}.", 0, card)
         yield from copies.end()
     yield Out(0)
     for group in range(conv.groups):
         yield Give(f"{group}.output")
+
+
+def _depthwise_forward(kind: Implementation, bias: int) -> Iterator[Step]:
+    """DepthwiseConv2d.cu, DepthwiseConv3d.cu (v2.14.1). ``bias``: bytes of one to be copied."""
+    if bias and kind == "depthwise2d":
+        yield Take("bias", bias, "contiguous bias")
+    yield Out(0)
+    if bias and kind == "depthwise3d":
+        yield Take("bias", bias, "contiguous bias")
+    if bias:
+        yield Give("bias")
 
 
 def _cudnn_forward(conv: Convolution, copies: _Copies, card: Card) -> Iterator[Step]:
@@ -160,15 +187,16 @@ def convolution(
         plain, steps = copies.of(conv.input, False, "input", "contiguous input")
         yield from steps
         conv = replace(conv, input=plain)
+        strided = 0 if bias is None or bias.is_contiguous() else size_of(bias)
         if kind in ("depthwise2d", "depthwise3d"):
-            yield Out(0)
+            yield from _depthwise_forward(kind, strided)
         else:
             _, steps = copies.of(conv.weight, False, "weight", "contiguous weight")
             yield from steps
             if conv.groups == 1:
-                yield from _native_forward(conv, kind, Out(0), "", card)
+                yield from _native_forward(conv, kind, Out(0), "", strided, card)
             else:
-                yield from _native_groups_forward(conv, kind, card)
+                yield from _native_groups_forward(conv, kind, strided, card)
     yield from copies.end()
 
 
@@ -363,7 +391,12 @@ def _cudnn_backward(
         last = cudnn_channels_last(source, weight, dtype)
         source, steps = copies.of(source, last, "input", f"input {why}")
         yield from steps
-    if (wanted[0] or wanted[1]) and channels_last(grad) != channels_last(source):
+    if conv.transposed:  # ``contiguous`` once for both, where the others say ``to``
+        grad, steps = copies.of(
+            grad, channels_last(source), "grad", f"gradient of the output {why}"
+        )
+        yield from steps
+    elif (wanted[0] or wanted[1]) and channels_last(grad) != channels_last(source):
         copies.keys.append("grad")
         yield Take("grad", grad.nbytes, f"gradient of the output {why}")
         grad = formatted(grad, channels_last(source))

@@ -28,6 +28,7 @@ from pytest_vram.sim.kernels import (
 )
 from pytest_vram.sim.kernels.iterator import contiguous, dense_like, layout
 from pytest_vram.sim.kernels.reduce import Kind, reduction
+from pytest_vram.sim.kernels.reductions import summing
 
 aten = torch.ops.aten
 
@@ -61,7 +62,62 @@ def pow_scalar(
         yield from scratch(size, "base as a tensor")
 
 
-@rule(aten.abs.default, aten.angle.default)
+@rule(aten.angle.default)
+def angle(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Of complex numbers a complex result, then its real parts (UnaryOps.cpp)."""
+    if args[0].is_complex():
+        yield Take("complex", size_of(args[0]), "complex result")
+    yield Out(0)
+    if args[0].is_complex():
+        yield Give("complex")
+
+
+@rule(aten.isinf.default)
+def isinf(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """``self.abs() == inf``, of both parts of complex numbers (TensorCompare.cpp)."""
+    source, result = args[0], outputs[0]
+    assert result is not None
+    if source.is_complex():
+        part = size_of(source) // 2
+        yield Take("abs", part, "absolute values of the real part")
+        yield Out(0)  # into which the other part's are or-ed
+        yield Give("abs")
+        yield Take("abs of imag", part, "absolute values of the imaginary part")
+        yield Take("imag", size_of(result), "infinities of the imaginary part")
+        yield from (Give("abs of imag"), Give("imag"))
+        return
+    floating = source.is_floating_point() and result.numel()
+    if floating:
+        yield Take("abs", size_of(source), "absolute values")
+    yield Out(0)
+    if floating:
+        yield Give("abs")
+
+
+@rule(aten.mvlgamma.default)
+def mvlgamma(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """One value per dimension of the gamma function, summed (UnaryOps.cpp)."""
+    source, p, result = args[0], args[1], outputs[0]
+    assert result is not None
+    item = result.element_size()
+    yield Take("halves", p * item, "half steps")
+    terms = contiguous((*source.shape, p), item)
+    yield Take("terms", terms.nbytes, "a value per dimension")
+    yield Give("halves")
+    yield Out(0)
+    if terms.numel:
+        kind = summing(result.dtype, result.dtype, card.torch)
+        yield from reduction(terms, (-1,), (layout(result),), kind, card)
+    yield Give("terms")
+
+
+@rule(aten.abs.default)
 def magnitude(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
@@ -145,11 +201,13 @@ def roll(
 def unfold_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """``arange`` over the unfolded dimension, where windows overlap; others are copied back."""
-    shape, dim, size, step = args[1:5]
+    """``arange`` to the end of the last window, where windows overlap; others are copied back
+    (``_make_unfold_backward_iter_over_grad_in``, UnfoldBackward.h)."""
+    grad, shape, dim, size, step = args[:5]
     yield Out(0)
-    if step < size:
-        yield from scratch(shape[dim] * 8, "positions of the windows")
+    if step < size and shape:
+        reached = (grad.shape[dim] - 1) * step + size
+        yield from scratch(min(shape[dim], reached) * 8, "positions of the windows")
 
 
 @rule(aten.bernoulli.default)

@@ -55,12 +55,19 @@ def _copies(strict: bool, *operands: Tensor) -> list[Take]:
     ]
 
 
-@rule(
-    aten.max_pool2d_with_indices.default,
-    aten.avg_pool2d.default,
-    aten.upsample_nearest2d.default,
-    aten._upsample_nearest_exact2d.default,
-)
+def _formatted(example: Tensor, *operands: Tensor) -> list[Take]:
+    """``contiguous(example.suggest_memory_format())`` of every operand."""
+    memory_format = torch.contiguous_format
+    if channels_last(layout(example)):
+        memory_format = torch.channels_last if example.dim() == 4 else torch.channels_last_3d
+    return [
+        Take(f"formatted{i}", size_of(t), "copy of an operand in the input's format")
+        for i, t in enumerate(operands)
+        if not t.is_contiguous(memory_format=memory_format)
+    ]
+
+
+@rule(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default)
 def pool(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
@@ -83,19 +90,41 @@ def bilinear(
 
 
 @rule(
+    aten.upsample_nearest2d.default,
+    aten._upsample_nearest_exact2d.default,
     aten.upsample_nearest2d_backward.default,
     aten._upsample_nearest_exact2d_backward.default,
     aten.upsample_bilinear2d_backward.default,
-    aten.upsample_nearest3d_backward.default,
-    aten._upsample_nearest_exact3d_backward.default,
-    aten.max_pool3d_with_indices_backward.default,
 )
-def resampling_backward(
+def resampled(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """UpSampleNearest2d.cu, UpSampleBilinear2d.cu, UpSampleNearest3d.cu, DilatedMaxPool3d.cu."""
+    """UpSampleNearest2d.cu, UpSampleBilinear2d.cu: from 4 channels on a channels-last kernel where
+    the input suggests it; the other one wants contiguous operands, and copies what it wrote into
+    any other result."""
+    yield from outs(outputs)
+    if channels_last(layout(args[0])) and args[0].shape[1] >= 4:
+        yield from _held(_copies(False, args[0]))
+    else:
+        yield from _held(_results(outputs) + _copies(True, args[0]))
+
+
+@rule(aten.max_pool3d_with_indices.default)
+def pool3d(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """DilatedMaxPool3d.cu."""
     yield from outs(outputs)
     yield from _held(_copies(False, args[0]))
+
+
+@rule(aten.max_pool3d_with_indices_backward.default)
+def pool3d_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """DilatedMaxPool3d.cu: gradient and indices in the format that the input suggests."""
+    yield from outs(outputs)
+    yield from _held(_formatted(args[1], args[0], args[7]))
 
 
 @rule(aten._adaptive_avg_pool2d_backward.default)
@@ -112,6 +141,8 @@ def adaptive_avg_pool_backward(
     aten.upsample_nearest1d_backward.default,
     aten._upsample_nearest_exact1d_backward.default,
     aten.upsample_linear1d_backward.default,
+    aten.upsample_nearest3d_backward.default,
+    aten._upsample_nearest_exact3d_backward.default,
     aten._adaptive_avg_pool3d_backward.default,
     aten.avg_pool3d_backward.default,
     aten.adaptive_max_pool3d_backward.default,
@@ -121,8 +152,8 @@ def adaptive_avg_pool_backward(
 def dense_gradient(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """UpSampleNearest1d.cu, UpSampleLinear1d.cu, AdaptiveAveragePooling3d.cu, AveragePool3d.cu,
-    AdaptiveMaxPooling3d.cu, ReflectionPad.cu."""
+    """UpSampleNearest1d.cu, UpSampleNearest3d.cu, UpSampleLinear1d.cu, AveragePool3d.cu,
+    AdaptiveAveragePooling3d.cu, AdaptiveMaxPooling3d.cu, ReflectionPad.cu."""
     yield from outs(outputs)
     yield from _held(_copies(True, args[0]))
 
@@ -152,8 +183,11 @@ def fractional_backward(
 def pool_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
+    """DilatedMaxPool2d.cu, AveragePool2d.cu: input, gradient and indices in the input's format."""
     yield from outs(outputs)
-    yield from _held(_copies(False, args[0], args[1]))
+    grad, source = args[:2]
+    indices = args[7:8] if isinstance(args[-1], Tensor) else ()
+    yield from _held(_formatted(source, source, grad, *indices))
 
 
 @rule(aten._adaptive_avg_pool2d.default)
@@ -189,7 +223,11 @@ def adaptive_avg_pool3d(
 
 @rule(
     aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default,
     aten.avg_pool3d.default,
+    aten.reflection_pad1d.default,
+    aten.reflection_pad2d.default,
+    aten.reflection_pad3d.default,
     aten.upsample_nearest3d.default,
     aten._upsample_nearest_exact3d.default,
     "aten::_upsample_bilinear2d_aa",
@@ -197,7 +235,7 @@ def adaptive_avg_pool3d(
 def strict_forward(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """Contiguous results and a contiguous input."""
+    """Contiguous results and a contiguous input; also AdaptiveMaxPooling3d.cu, ReflectionPad.cu."""
     yield from outs(outputs)
     yield from _held(_results(outputs) + _copies(True, args[0]))
 
@@ -216,6 +254,18 @@ def strict_gradient(
 ) -> Iterator[Step]:
     yield from outs(outputs)
     yield from _held(_copies(True, args[0]))
+
+
+@rule(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def unpool(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """MaxUnpooling.cu: contiguous values and indices, then the result."""
+    copies = _copies(True, args[0], args[1])
+    yield from copies
+    yield Out(0)
+    for step in reversed(copies):
+        yield Give(step.key)
 
 
 @rule(aten.affine_grid_generator.default)

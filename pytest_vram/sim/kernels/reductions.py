@@ -134,6 +134,11 @@ def vector_norm(
     wanted = source.dtype if lowered else asked if source.is_complex() else result.dtype
     plain, copy = cast_input(source, wanted)
     accumulator = wide(wanted) // (2 if wanted.is_complex else 1)
+    dims = chosen_dims(argument(args, kwargs, 2, "dim"))
+    if source.is_complex() and result.numel() == source.numel() and args[1] != 0:
+        # nothing is reduced: the absolute values, by way of a complex result (see ``abs``)
+        yield from scratch(size_of(source), "complex result")
+        return
     if copy:
         yield copy
     yield from reduction(plain, dims, (layout(result),), Kind(accumulator), card)
