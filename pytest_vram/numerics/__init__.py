@@ -19,7 +19,8 @@ from pytest_vram.numerics.ranges import RangeWatch, VanishingInfinities
 from pytest_vram.numerics.remedies import remedy
 from pytest_vram.numerics.scaler import ScalerHistory, ScalerWatch, judge
 from pytest_vram.numerics.silent import SilentWatch
-from pytest_vram.numerics.training_checks import TrainingWatch, matches
+from pytest_vram.numerics.training_checks import TrainingChecks, matches
+from pytest_vram.numerics.training_watch import TrainingWatch
 from pytest_vram.numerics.unheld import UnheldWatch
 from pytest_vram.numerics.wiring import WiringWatch
 
@@ -146,7 +147,7 @@ class Watch:
             *self._wiring.found.values(),
             *judge(self.scaler, warmup, allowed, at_one, *self._operator(birth)),
             *(_diagnosed(finding, birth) for finding in self._first_not_finite()),
-            *self._training.findings(
+            *TrainingChecks(self._training).findings(
                 patterns, self.scaler.skipped, self._explained(), self._ranges.only_zeros()
             ),
             *self._unheld.findings(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytest_vram.numerics.events import Backward, Listener, ScalerCall, Update
 from pytest_vram.numerics.names import NameBook, listed, optimizer_parameters
-from pytest_vram.numerics.probes import Backward, Listener, ScalerCall, Update
 
 
 @dataclass(slots=True)

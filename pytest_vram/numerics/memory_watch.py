@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_vram.frames import user_line
+from pytest_vram.numerics.events import Backward, Listener, Update
 from pytest_vram.numerics.holders import (
     Container,
     Graph,
@@ -32,7 +33,7 @@ from pytest_vram.numerics.holders import (
 )
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.names import dtype_name
-from pytest_vram.numerics.probes import Backward, Listener, Probes, Update
+from pytest_vram.numerics.probes import Probes
 
 #: Attribute names by which models and wrappers switch checkpointing on.
 _FLAGS = ("gradient_checkpointing", "use_checkpoint", "checkpointing", "activation_checkpointing")

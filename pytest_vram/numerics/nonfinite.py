@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from pytest_vram.findings import Finding
+from pytest_vram.numerics.events import Backward, Listener, Update
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
-from pytest_vram.numerics.probes import Backward, Listener, Update
 from pytest_vram.numerics.remedies import BACKWARD
 
 LOOK_AT_DATA = ": look at the data"

@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_vram.findings import Finding
 from pytest_vram.frames import user_line
+from pytest_vram.numerics.events import Listener
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import plain_data
-from pytest_vram.numerics.probes import Listener, Probes
+from pytest_vram.numerics.probes import Probes
 
 _END = torch.finfo(torch.float16).max  # 65504
 #: Less than one doubling is left.

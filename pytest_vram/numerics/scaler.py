@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 from pytest_vram.findings import Finding, Severity
+from pytest_vram.numerics.events import Backward, Clip, Listener, ScalerCall, Update
 from pytest_vram.numerics.loop import Loop
-from pytest_vram.numerics.probes import Backward, Clip, Listener, Probes, ScalerCall, Update
+from pytest_vram.numerics.probes import Probes
 
 #: Below this a scale that still meets inf is not searching any more: the gradients explode.
 LOWEST_HEALTHY_SCALE = 16.0

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pytest_vram.findings import Finding, Severity
+from pytest_vram.numerics.events import Listener, Update
 from pytest_vram.numerics.loop import Loop, version
 from pytest_vram.numerics.names import listed, optimizer_parameters
-from pytest_vram.numerics.probes import Listener, Update
 from pytest_vram.quantities import format_bytes
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pytest_vram.findings import Finding
+from pytest_vram.numerics.events import Backward, Clip, Listener, ScalerCall, Update
 from pytest_vram.numerics.loop import GradientState, Loop, Reached
 from pytest_vram.numerics.names import dtype_name, listed, optimizer_parameters
-from pytest_vram.numerics.probes import Backward, Clip, Listener, ScalerCall, Update
 
 
 class WiringWatch(Listener):
