@@ -71,7 +71,7 @@ class CpuStandIn(TorchFunctionMode):
             held.set(Tensor, "pin_memory", lambda self, *args, **kwargs: self)
             _patch_default_device(held, self)
             FollowedThreads(held, self.in_thread)
-            one_rank(held)  # a CPU has no NCCL, and the other ranks are not there
+            one_rank(held, self._stack)  # a CPU has no NCCL, and the other ranks are not there
             held.set(nn.Parameter, "__new__", _marking_parameter(nn.Parameter.__new__))
             _patch_autocast(held, self.policy, self._stack)
             self._stack.enter_context(_fast_products())

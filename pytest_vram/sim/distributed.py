@@ -2,11 +2,13 @@
 
 A process group is PyTorch's own ``fake`` one (``torch.testing._internal.distributed.fake_pg``),
 whose collectives return at once. The rank and the number of ranks are what the launcher's
-environment (``RANK``, ``WORLD_SIZE``) or the caller says.
+environment (``RANK``, ``WORLD_SIZE``) or the caller says. FSDP is refused with a sentence.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +17,17 @@ import torch
 from torch import distributed
 
 from pytest_vram.sim.patching import Patches
+from pytest_vram.sim.values import NoSimulatedKernel
 
 
-def one_rank(held: Patches) -> None:
+def one_rank(held: Patches, stack: contextlib.ExitStack) -> None:
     """Until ``held`` is undone, process groups are fake and DistributedDataParallel's gradients
-    need no reduction."""
+    need no reduction. A group that the program leaves to the end of the process ends with
+    ``stack``: the next pass begins without one."""
     if not distributed.is_available():
         return
+    if not distributed.is_initialized():
+        stack.callback(_end_groups)
     start = distributed.init_process_group
 
     def init_process_group(
@@ -33,12 +39,76 @@ def one_rank(held: Patches) -> None:
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", 1))
         mine = rank if rank >= 0 else int(os.environ.get("RANK", 0))
         start("fake", store=FakeStore(), rank=mine, world_size=size)
+        _refuse_sharding(held)
 
     parallel = torch.nn.parallel.DistributedDataParallel
     held.set(distributed, "init_process_group", init_process_group)
     held.set(parallel, "__init__", _with_hook(parallel.__init__))
     processes: Any = torch.multiprocessing
     held.set(processes, "spawn", _spawn(processes.spawn))
+    for name, answer in _OBJECTS.items():
+        held.set(distributed, name, _among_fakes(getattr(distributed, name), answer))
+
+
+def _end_groups() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _refuse_sharding(held: Patches) -> None:
+    """FSDP decides by its streams, events and storages that it resizes what is there when. Imported
+    here because who has no process group has no FSDP either: it takes half a second."""
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    def refusing(*_: Any, **__: Any) -> None:
+        raise NoSimulatedKernel(
+            "FSDP is not simulated; measure it on a CUDA machine (--vram-device cuda), or plan it: "
+            "pytest-vram plan MODEL --zero 3 --data RANKS"
+        )
+
+    for owner in (fsdp.FullyShardedDataParallel, FSDPState):
+        held.set(owner, "__init__", refusing)
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: Any, object_gather_list: Any = None, *_: Any, **__: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _broadcast_object_list(object_list: list[Any], *_: Any, **__: Any) -> None:
+    """What the source sends is what is here."""
+
+
+def _scatter_object_list(
+    scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *_: Any, **__: Any
+) -> None:
+    if scatter_object_input_list:
+        scatter_object_output_list[0] = scatter_object_input_list[distributed.get_rank()]
+
+
+#: They pickle into tensors; other ranks' objects are taken to be this rank's.
+_OBJECTS: dict[str, Callable[..., None]] = {
+    "all_gather_object": _all_gather_object,
+    "gather_object": _gather_object,
+    "broadcast_object_list": _broadcast_object_list,
+    "scatter_object_list": _scatter_object_list,
+}
+
+
+def _among_fakes(real: Callable[..., Any], answer: Callable[..., None]) -> Callable[..., Any]:
+    """``answer`` where the process group is the fake one."""
+
+    @functools.wraps(real)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        fake = distributed.is_initialized() and distributed.get_backend() == "fake"
+        return (answer if fake else real)(*args, **kwargs)
+
+    return collective
 
 
 def _with_hook(init: Callable[..., None]) -> Callable[..., None]:

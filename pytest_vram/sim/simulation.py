@@ -171,7 +171,7 @@ class Simulation:
             run_eagerly(held, stack, self._compiles)
             skip_launches(held, self._say, lambda span: self._note(span, -1, None))
             understand_ordinals(held, stack)
-            one_rank(held)
+            one_rank(held, stack)
             save_and_load(held, self._upload)
             values.trust_distributions(held)
             values.trust_values(held)

@@ -153,6 +153,22 @@ def test_x(vram, tmp_path):
     assert outcomes(project.run(cpu=True)) == {"passed": 1}
 
 
+def test_a_process_group_that_nobody_destroys(project: Project) -> None:
+    """Each pass, and the next test, begins without it."""
+    project.write(f"""
+@pytest.fixture(params=[0, 1])
+def number(request):
+    return request.param
+
+{BUDGET}
+def test_x(number, tmp_path, vram):
+    store = f"file://{{tmp_path}}/store{{number}}"
+    torch.distributed.init_process_group("nccl", init_method=store, rank=0, world_size=1)
+    loop(vram.device)
+""")
+    assert outcomes(project.run(cpu=True)) == {"passed": 2}
+
+
 @pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest has subtests since 9.0")
 @pytest.mark.parametrize("cpu", [True, False])
 def test_a_failing_subtest_is_reported_once(project: Project, cpu: bool) -> None:

@@ -41,3 +41,36 @@ def test_a_single_spawned_process_runs_here():
     with Simulation(find_profile("t4")):
         torch.multiprocessing.spawn(lambda rank, name: seen.append((rank, name)), ("a",), 1)
     assert seen == [(0, "a")]
+
+
+def test_a_group_that_is_left_to_the_end_of_the_process_ends_with_the_simulation():
+    for _ in range(2):
+        with Simulation(find_profile("t4")):
+            torch.distributed.init_process_group("nccl")
+    assert not torch.distributed.is_initialized()
+
+
+def test_objects_of_other_ranks_are_taken_to_be_ours(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    with Simulation(find_profile("t4")):
+        torch.distributed.init_process_group("nccl")
+        everywhere, sent, got = [None] * 3, ["from 0"], [None]
+        torch.distributed.all_gather_object(everywhere, {"loss": 2})
+        torch.distributed.broadcast_object_list(sent, src=0)
+        torch.distributed.scatter_object_list(got, ["a", "b", "c"])
+        torch.distributed.gather_object("mine", everywhere_else := [None] * 3)
+    assert everywhere == [{"loss": 2}] * 3
+    assert sent == ["from 0"]
+    assert got == ["b"]
+    assert everywhere_else == ["mine"] * 3
+
+
+def test_sharded_parameters_are_refused_with_a_way_out():
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    with Simulation(find_profile("t4")):
+        torch.distributed.init_process_group("nccl")
+        for wrap in (FullyShardedDataParallel, fully_shard):
+            with pytest.raises(NotImplementedError, match=r"^FSDP is not simulated; measure it on"):
+                wrap(nn.Linear(8, 8).cuda())
