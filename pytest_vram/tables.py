@@ -3,11 +3,12 @@ most 80 columns wide where they are printed, two columns in."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_vram.baseline_text import Record
 from pytest_vram.comparison import Comparison
-from pytest_vram.ledger import Ledger, Live, Moment
+from pytest_vram.ledger import LARGEST, Ledger, Live, Moment
 from pytest_vram.quantities import format_bytes, format_change
 from pytest_vram.trace import BILLS
 
@@ -70,8 +71,13 @@ def moment_table(moment: Moment) -> list[str]:
 
 
 def largest_table(largest: Sequence[Live]) -> list[str]:
-    """The first of the largest allocations of a moment."""
-    rows = [(format_bytes(live.size), live) for live in largest[:SHOWN]]
+    """The first of the largest allocations of a moment; equal ones of one line as one row."""
+    rows = []
+    for live, count in list(Counter(largest).items())[:SHOWN]:
+        # a moment keeps so many: of the last there may be more
+        more = "+" if live == largest[-1] and len(largest) == LARGEST else ""
+        times = f"{count}{more} x " if count > 1 else ""
+        rows.append((f"{times}{format_bytes(live.size)}", live))
     return ["largest allocations", *allocations(rows)] if rows else []
 
 

@@ -24,7 +24,7 @@ class Diary:
         self.phases: list[Phase] = []
         self.modules: list[tuple[str, str]] = []  # (path, phase in which it ran)
         self.stack: list[str] = []
-        self.labels: dict[int, tuple[str, str]] = {}
+        self.labels: dict[int, tuple[str, str]] = {}  # while the storage lives: places are reused
         self.history: list[tuple[str, str]] = []
 
     def phase(self, name: str, step: int) -> None:
@@ -40,15 +40,25 @@ class Diary:
     def label(self, tensor: Any, bill: str, name: str = "") -> None:
         assert bill in BILLS
         self.history.append((bill, name))
-        key = tensor.untyped_storage()._cdata
-        if key not in self.labels or BILLS.index(bill) < BILLS.index(self.labels[key][0]):
-            self.labels[key] = (bill, name)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.labels:
+            weakref.finalize(storage, self.labels.pop, key)
+        elif BILLS.index(bill) >= BILLS.index(self.labels[key][0]):
+            return
+        self.labels[key] = (bill, name)
 
     def of(self, tensor: torch.Tensor) -> tuple[str, str] | None:
         return self.labels.get(tensor.untyped_storage()._cdata)
 
     def spelled(self) -> str:
         return " ".join(f"{phase.name}:{phase.step}" for phase in self.phases)
+
+
+@pytest.fixture(autouse=True)
+def _one_course_of_events() -> None:
+    """How often LBFGS asks its closure depends on values."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
