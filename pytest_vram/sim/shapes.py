@@ -63,6 +63,7 @@ META: dict[str, Callable[..., Any]] = {
     "binomial": _like_first,
     "_sample_dirichlet": _like_first,
     "_dirichlet_grad": _like_first,
+    "_standard_gamma": _like_first,
     "_standard_gamma_grad": _like_first,
 }
 

@@ -158,6 +158,18 @@ def _add(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
+def _to_dense(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``sparse_to_dense`` (TensorConversions.cpp) adds the entries to zeros. PyTorch to 2.11 has no
+    fake form of it."""
+    source = args[0]
+    if not _is_coo(source):
+        return NotImplemented
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        result = torch.zeros(source.shape, dtype=source.dtype, device=CUDA)
+        _into_dense(result, source, 1)
+        return result
+
+
 def _negated(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     """A copy, negated in place (SparseUnaryOps.cpp)."""
     source = args[0]
@@ -219,6 +231,7 @@ HANDLERS[aten._to_copy.default] = _to_copy
 HANDLERS[aten.clone.default] = _clone
 HANDLERS[aten._coalesce.default] = _coalesce
 HANDLERS[aten.add.Tensor] = HANDLERS[aten.add_.Tensor] = _add
+HANDLERS[aten._to_dense.default] = _to_dense
 HANDLERS[aten.neg.default] = _negated
 HANDLERS[aten.mul.Tensor] = _scaled
 HANDLERS[aten.sparse_mask.default] = _sparse_mask

@@ -216,9 +216,12 @@ def propagate(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         computed = func(*host_args, **host_kwargs)
     except Exception:  # a kernel the host lacks: the value is simply not known
         return
+    # A view counts with its base once autograd has made it one, which may come after this.
+    is_view = schema.returns[0].alias_info is not None and type(args[0]) is SimTensor
     for out, value in zip(outputs, tree_leaves(computed), strict=False):
         if isinstance(value, torch.Tensor) and value.shape == out.shape:
-            out.sim_value = (value, _version(out))
+            version = _version(out)
+            out.sim_value = (value, version, _version(args[0]) if is_view else version)
 
 
 def _mutate(func: Any, args: Any, kwargs: Any) -> None:

@@ -71,6 +71,12 @@ def test_both_products_of_a_simple_recurrent_step_outlive_its_activation() -> No
         cell(source, hidden)  # the workspace
         before = len(gpu.trace().events)
         result = cell(source, hidden)
-        kinds = [event.kind for event in gpu.trace().events[before:]]
+        trace = gpu.trace()
+    # older versions take a workspace in each product (cublasLt): not looked at here
+    kinds = [
+        event.kind
+        for event in trace.events[before:]
+        if trace.allocations[event.index].requested == 4 * 64 * 256
+    ]
     assert kinds == ["alloc", "alloc", "alloc", "free", "free"]
     assert result.shape == (64, 256)
