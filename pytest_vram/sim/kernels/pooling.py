@@ -47,6 +47,14 @@ def _held(taken: list[Take]) -> Iterator[Step]:
         yield Give(step.key)
 
 
+def _read_while_made(copies: list[Take]) -> Iterator[Step]:
+    """Copies that live from before the one result until after it."""
+    yield from copies
+    yield Out(0)
+    for step in copies:
+        yield Give(step.key)
+
+
 def _copies(strict: bool, *operands: Tensor) -> list[Take]:
     return [
         Take(f"dense{i}", size_of(t), "dense copy of an operand")
@@ -194,11 +202,7 @@ def pool_backward(
 def adaptive_avg_pool(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    copies = _copies(False, args[0])
-    yield from copies
-    yield Out(0)
-    for step in copies:
-        yield Give(step.key)
+    yield from _read_while_made(_copies(False, args[0]))
 
 
 def _results(outputs: Outputs) -> list[Take]:
@@ -214,11 +218,7 @@ def adaptive_avg_pool3d(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
     """AdaptiveAveragePooling3d.cu: of a contiguous copy."""
-    copies = _copies(True, args[0])
-    yield from copies
-    yield Out(0)
-    for step in copies:
-        yield Give(step.key)
+    yield from _read_while_made(_copies(True, args[0]))
 
 
 @rule(
