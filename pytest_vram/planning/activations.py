@@ -102,19 +102,51 @@ class Forward:
         return adapted * self.lora.size if self.lora.size != c else c * bool(adapted)
 
 
-def layer_saved(tower: Tower, f: Forward, *, moe: bool = False) -> tuple[Saved, ...]:
-    """Every tensor that one layer of ``tower`` keeps, mixture layer or dense one."""
-    attention = _latent if tower.latent else _attention
-    items = [*_norms(tower, f, moe), *attention(tower, f, "attention")]
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of layer in a tower, and its share of the layers. ``core`` mixes tokens, ``block``
+    is the feed-forward part; a layer of an alternating tower has one of the two."""
+
+    share: float
+    core: Literal["attention", "mixer", ""]
+    block: Literal["mlp", "moe", ""]
+
+
+def kinds(tower: Tower) -> tuple[Kind, ...]:
+    """The kinds of layers that ``tower`` has. Where mixers and mixtures are distributed over the
+    same layers, each share is the product: their bytes add up to the same."""
+    layers = tower.layers
+    cores = (("attention", tower.attention_layers), ("mixer", tower.mixer_layers))
+    blocks = (("mlp", tower.dense_layers), ("moe", tower.moe_layers))
+    if tower.alternating:
+        alone = [Kind(count / layers, core, "") for core, count in cores]  # type: ignore[arg-type]
+        alone += [Kind(count / layers, "", block) for block, count in blocks]  # type: ignore[arg-type]
+        return tuple(kind for kind in alone if kind.share)
+    pairs = [
+        Kind(count * other / layers**2, core, block)  # type: ignore[arg-type]
+        for core, count in cores
+        for block, other in blocks
+    ]
+    return tuple(kind for kind in pairs if kind.share)
+
+
+def layer_saved(tower: Tower, f: Forward, kind: Kind | None = None) -> tuple[Saved, ...]:
+    """Every tensor that one layer of ``tower`` keeps, of the usual kind or of ``kind``."""
+    kind = kind or kinds(tower)[0]
+    items = [*_norms(tower, f, kind)]
+    if kind.core == "attention":
+        items += (_latent if tower.latent else _attention)(tower, f, "attention")
+    elif kind.core == "mixer":
+        items.append(_mixer(tower, f))
     if tower.cross_attention:
         items += _attention(tower, f, "cross")
-    if moe:
+    if kind.block == "moe":
         items += (_every_expert if tower.every_expert else _mixture)(tower, f)
         if tower.shared_ffn:
             items += _mlp(tower, f, tower.shared_ffn, f.tokens, "shared")
         if tower.shared_gate:
             items.append(Saved("shared output", f.tokens * tower.hidden * f.precision.compute))
-    else:
+    elif kind.block == "mlp":
         items += _mlp(tower, f, tower.ffn, f.tokens, "mlp")
     if tower.layer_scale:
         items.append(
@@ -123,7 +155,14 @@ def layer_saved(tower: Tower, f: Forward, *, moe: bool = False) -> tuple[Saved, 
     return tuple(items)
 
 
-def _norms(tower: Tower, f: Forward, moe: bool) -> Iterator[Saved]:
+def _mixer(tower: Tower, f: Forward) -> Saved:
+    """What a layer that carries a state keeps (:mod:`pytest_vram.planning.mixers`)."""
+    mixer = tower.mixer
+    assert mixer is not None
+    return Saved("mixer", f.tokens * (mixer.kept * f.precision.compute + 4 * mixer.wide), cut=True)
+
+
+def _norms(tower: Tower, f: Forward, kind: Kind) -> Iterator[Saved]:
     """Norms keep their input, and the linear layers behind them what they read.
 
     ``layer_norm`` saves x (r), mean and rstd (fp32 each). The spelled-out RMSNorm works in fp32:
@@ -142,21 +181,24 @@ def _norms(tower: Tower, f: Forward, moe: bool) -> Iterator[Saved]:
             yield Saved(f"{name} statistics", f.tokens * 4)
             if tower.norm_keeps_stream and p.residual != 4:
                 yield Saved(f"{name} input", elements * p.residual)
-            if f.lora is None:
+            if f.lora is None and tower.norm_tensors:
                 wide = 4 if tower.norm_fp32 else stream
                 yield Saved(f"{name} normalised", elements * wide)
     qkv = ("qkv",) if tower.fused_qkv else ("q", "kv_a") if tower.latent else ("q", "k", "v")
     ups = tuple(tower.ups(tower.ffn))
-    readers = qkv + ups if tower.norms == 1 else qkv
-    yield Saved("attention input", elements * _input(tower, f, *readers))
+    core = {"attention": qkv, "mixer": ("in",), "": ()}[kind.core]
+    together = tower.norms == 1 and not tower.alternating  # both blocks read one norm
+    if core:
+        readers = core + ups if together else core
+        yield Saved("attention input", elements * _input(tower, f, *readers))
     if tower.cross_attention:
         yield Saved("cross attention input", elements * f.inputs("q"))
         if p.cache:  # cast for each reader; without autocast all layers read one tensor
             read = f.batch * (tower.source or f.sequence) * tower.hidden
             yield Saved("encoder output", read * f.inputs("k", "v"))
-    if moe:
+    if kind.block == "moe":
         yield Saved("router input", elements * f.precision.input)
-    elif tower.norms > 1:
+    elif kind.block and not together:
         yield Saved("feed-forward input", elements * _input(tower, f, *ups))
 
 
@@ -179,7 +221,9 @@ def _qk_norm(tower: Tower, p: Precision) -> int:
     """Bytes per element of queries and keys that their norms keep: in fp32 what ``pow`` and ``mul``
     read, and what the product with the weight reads."""
     if tower.norm == "layernorm":
-        return 12 if tower.spelled_norm else 4 if p.cache else p.compute
+        if tower.spelled_norm or p.cache:
+            return 12 if tower.spelled_norm else 4
+        return 0 if tower.fused_qkv else p.compute  # views of the fused product, kept anyway
     if tower.qk_norm == "bare":
         return 4
     return 4 + (4 if tower.norm_fp32 else p.compute)
@@ -206,6 +250,8 @@ def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
         size = (tokens * tower.query + 2 * source * tower.kv) * c
         yield Saved(f"{name} q, k, v", size, cut=True)
     yield Saved(f"{name} output", tokens * tower.query * c, cut=True)
+    if tower.query_gate:  # the gate, its sigmoid, and their product, which the output matrix reads
+        yield Saved(f"{name} gate", 3 * tokens * tower.query * c, cut=True)
     if f.lora and f.lora.hits("o") and f.lora.size != c and not f.precision.cache:
         yield Saved(f"{name} adapter input", tokens * tower.query * f.lora.size, cut=True)
     if f.attention == "flash":
@@ -217,6 +263,8 @@ def _attention(tower: Tower, f: Forward, name: str) -> Iterator[Saved]:
     if tower.position_bias and name == "attention" and f.attention == "flash":
         scores = f.sequence * f.sequence * tower.heads
         yield Saved(f"{name} position bias", scores * c, cut=True, quadratic=True)
+        if tower.own_position_bias:
+            yield Saved(f"{name} position indices", 8 * f.sequence**2, quadratic=True)
     if f.dropout:
         yield Saved(f"{name} residual dropout mask", tokens * tower.hidden)
 
@@ -293,6 +341,9 @@ def _explicit(tower: Tower, f: Forward, name: str, source: int) -> Iterator[Save
         yield Saved(f"{name} softmax cast", scores * c, cut=True, quadratic=True)
     if tower.softcap:
         yield Saved(f"{name} capped scores", scores * c, cut=True, quadratic=True)
+    if tower.clamped_scores:
+        wide = 4 if p.cache else c
+        yield Saved(f"{name} clamped scores", scores * wide, cut=True, quadratic=True)
 
 
 def _mlp(tower: Tower, f: Forward, ffn: int, tokens: int, name: str) -> Iterator[Saved]:
@@ -309,7 +360,9 @@ def _mlp(tower: Tower, f: Forward, ffn: int, tokens: int, name: str) -> Iterator
         if tower.activation == "clamped":
             yield Saved(f"{name} clamped gate, up; sigmoid", 3 * wide * c, cut=True)
         yield Saved(f"{name} gate", wide * inner, cut=True)
-        yield Saved(f"{name} activated gate", wide * c, cut=True)
+        # Spelled out under autocast, gelu ends in a product with an fp32 tensor.
+        spelled = tower.activation == "gelu_new" and f.precision.cache
+        yield Saved(f"{name} activated gate", wide * (4 if spelled else c), cut=True)
         yield Saved(f"{name} up", wide * c, cut=True)
     elif relu and (kept != c or (tower.recast_down and f.precision.cache)):
         yield Saved(f"{name} relu", wide * c, cut=True)
@@ -384,11 +437,11 @@ class Sharding:
 
 
 def layer_bytes(
-    tower: Tower, f: Forward, recompute: Recompute, sharding: Sharding, *, moe: bool = False
+    tower: Tower, f: Forward, recompute: Recompute, sharding: Sharding, kind: Kind | None = None
 ) -> int:
     """Bytes that one layer holds between forward and backward, without checkpointed layers'
     re-runs (see :func:`tower_bytes`)."""
-    items = layer_saved(tower, f, moe=moe)
+    items = layer_saved(tower, f, kind)
     if recompute.kind == "selective":
         items = tuple(item for item in items if not item.quadratic)
     return int(sum(sharding.share(item) for item in items))
@@ -418,15 +471,12 @@ def tower_bytes(
     * full: L inputs, and one whole layer while it is run again;
     * every k: L/k inputs, and k layers while they are run again; k = sqrt(L) makes both O(sqrt L).
     """
-    dense = layer_bytes(tower, f, recompute, sharding)
-    mixed = layer_bytes(tower, f, recompute, sharding, moe=True) if tower.experts else dense
-    moe_share = tower.moe_layers / tower.layers
-    one = int(mixed * moe_share + dense * (1 - moe_share))
+    each = [(kind.share, layer_bytes(tower, f, recompute, sharding, kind)) for kind in kinds(tower)]
     if not recompute.checkpointed:
-        return TowerActivations(layers * one, 0)
+        return TowerActivations(layers * int(sum(share * size for share, size in each)), 0)
     step = min(recompute.step, layers) if recompute.kind == "every" else 1
     inputs = -(-layers // step) * layer_input(tower, f, sharding)
-    return TowerActivations(inputs, step * max(mixed, dense) if tower.experts else step * dense)
+    return TowerActivations(inputs, step * max(size for _, size in each))
 
 
 def tower_ends(shape: ModelShape, f: Forward, sharding: Sharding) -> int:

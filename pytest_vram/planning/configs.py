@@ -16,15 +16,25 @@ from pytest_vram.planning import encoders, seq2seq
 from pytest_vram.planning.decoders import DECODERS
 from pytest_vram.planning.fields import Config, Fields, changed
 from pytest_vram.planning.published import MODELS
+from pytest_vram.planning.recurrent import RECURRENT
+from pytest_vram.planning.senses import senses
 from pytest_vram.planning.shapes import ModelShape, PlanError
 from pytest_vram.planning.text_defaults import TEXT_DEFAULTS
 
 FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     **DECODERS,
+    **RECURRENT,
     "bert": encoders.bert,
     "roberta": encoders.bert,
     "xlm-roberta": encoders.bert,
     "camembert": encoders.bert,
+    "data2vec-text": encoders.bert,
+    "ernie": encoders.ernie,
+    **dict.fromkeys(
+        ("megatron-bert", "xlm-roberta-xl", "roberta-prelayernorm"), encoders.early_bert
+    ),
+    "bert-generation": encoders.bert_generation,
+    "layoutlm": encoders.layoutlm,
     "mpnet": encoders.mpnet,
     "modernbert": encoders.modernbert,
     "nomic_bert": encoders.nomic_bert,
@@ -33,24 +43,29 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "albert": encoders.albert,
     "deberta": encoders.deberta,
     "deberta-v2": encoders.deberta,
-    "vit": encoders.vit,
+    **dict.fromkeys(("vit", "vit_msn", "vit_mae", "ijepa"), encoders.vit),
+    "beit": encoders.beit,
+    "dinov3_vit": encoders.dinov3,
+    "dinov2_with_registers": encoders.dinov2,
     "deit": encoders.deit,
     "dinov2": encoders.dinov2,
     "t5": seq2seq.t5,
-    "bart": seq2seq.bart,
-    "mbart": seq2seq.bart,
+    "mt5": seq2seq.t5,
+    "umt5": seq2seq.t5,
+    **dict.fromkeys(seq2seq.BART_LIKE, seq2seq.bart),
     "whisper": seq2seq.whisper,
 }
 
 
-#: Layers that carry a state along the sequence: what their kernels keep has no closed form here.
-RECURRENT = frozenset(
+#: Families with recurrent layers whose kernels' source has not been read.
+UNREAD = frozenset(
     (
-        *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"),
-        *("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"),
-        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"),
-        *("minimax", "lfm2", "lfm2_moe"),
+        *("rwkv", "xlstm", "recurrent_gemma", "zamba", "zamba2", "falcon_h1", "kimi_linear"),
+        *("olmo_hybrid", "minimax", "lfm2_moe"),
     )
+)
+_INSTEAD = (
+    "`pytest-vram simulate train.py` runs a step of it on a simulated card and counts every bill"
 )
 #: Where a configuration has these, its layers are not Llama's.
 _UNLIKE_LLAMA = ("encoder", "expert", "latent", "lora_rank", "ssm", "state_size", "conv", "hybrid")
@@ -65,35 +80,72 @@ def from_config(config: Config, where: str = "config") -> ModelShape:
     :raises PlanError: no ``model_type``, a family that cannot be planned, a needed field missing.
     """
     heads = str(config.get("architectures"))
-    config, notes = _language_model(config)
+    whole, config = config, _language_model(config, where)
     kind = config.get("model_type")
     if not kind:
         raise PlanError(f"{where}: field 'model_type' is missing; is this a transformers config?")
     fields = Fields(config, where)
+    notes: tuple[str, ...] = ()
     if kind in FAMILIES:
         shape = FAMILIES[str(kind)](fields)
     elif ("CausalLM" in heads or "ConditionalGeneration" in heads) and _llama_sizes(config):
         shape = replace(FAMILIES["llama"](fields), guessed=True)
-        notes.append(
+        notes = (
             f"model_type {kind!r} is not known to the planner: planned as if its layers were "
-            f"Llama's; compare {shape.parameters:,} parameters with what its authors say"
+            f"Llama's; compare {shape.parameters:,} parameters with what its authors say",
         )
     else:
         raise PlanError(_unknown(str(kind), where))
-    name = config.get("_name_or_path") or kind
-    return changed(shape, name=str(name), notes=(*shape.notes, *notes))
+    shape = changed(shape, notes=(*shape.notes, *notes))
+    shape = _with_senses(shape, whole, where)
+    return changed(shape, name=str(whole.get("_name_or_path") or kind))
 
 
-def _language_model(config: Config) -> tuple[Config, list[str]]:
-    """The part of a multimodal configuration that is planned, and what is said about the rest."""
-    seen = [kind for kind in ("vision", "audio") if config.get(f"{kind}_config")]
+def _language_model(config: Config, where: str) -> Config:
+    """The language model of a configuration that has others beside it."""
     inner = config.get("text_config")
-    if isinstance(inner, Mapping):
-        usual = TEXT_DEFAULTS.get(str(inner.get("model_type")), {})
-        tie = {"tie_word_embeddings": config.get("tie_word_embeddings")}
-        tied = tie if inner.get("tie_word_embeddings") is None else {}
-        config = {**usual, **inner, **tied, "architectures": None}
-    return config, [f"planned without its {kind} tower" for kind in seen]
+    if not isinstance(inner, Mapping):
+        return config
+    if any(config.get(name) for name in ("encoder_layers", "decoder_layers")):
+        raise PlanError(
+            f"{where}: {config.get('model_type')} has layers of its own around the language model "
+            f"in text_config, which the planner does not know. {_INSTEAD}"
+        )
+    usual = TEXT_DEFAULTS.get(str(inner.get("model_type")), {})
+    own, outer = (part.get("tie_word_embeddings") for part in (inner, config))
+    tied = own if outer is None or str(config.get("model_type")) in _TIED_WITHIN else outer
+    heads = config.get("architectures")
+    return {**usual, **inner, "tie_word_embeddings": tied, "architectures": heads}
+
+
+def _with_senses(shape: ModelShape, whole: Config, where: str) -> ModelShape:
+    """``shape`` with the towers that see or hear beside it counted, or a word on what is not."""
+    parts = [name for name, value in whole.items() if name != "text_config" and _is_part(value)]
+    if not parts or "ForCausalLM" in str(whole.get("architectures")):  # the language model alone
+        return shape
+    named = " and ".join(_PARTS.get(name, name) for name in sorted(parts))
+    weights = senses(whole, where, shape.hidden)
+    if weights is None:
+        note = f"planned without its {named}"
+        return changed(shape, notes=(*shape.notes, note))
+    counted = sum(weight.total for weight in weights)
+    note = (
+        f"its {named} and projector are counted ({counted:,} parameters), what images or sound "
+        "keep for backward is not: true if the tower is frozen"
+    )
+    return changed(shape, others=(*shape.others, *weights), notes=(*shape.notes, note))
+
+
+#: Where ``text_config`` decides whether head and embedding are tied, and not the whole.
+_TIED_WITHIN = ("llava_onevision",)
+#: Nested configurations by what they describe.
+_PARTS = {"vision_config": "vision tower", "audio_config": "audio tower"}
+
+
+def _is_part(value: object) -> bool:
+    """Whether a field is the configuration of another model."""
+    sizes = ("model_type", "hidden_size", "num_hidden_layers", "depth", "embed_dim")
+    return isinstance(value, Mapping) and any(name in value for name in sizes)
 
 
 def _llama_sizes(config: Config) -> bool:
@@ -102,7 +154,7 @@ def _llama_sizes(config: Config) -> bool:
     if not all(isinstance(config.get(name), int) for name in (*sizes, "vocab_size")):
         return False
     layers = str(config.get("layer_types", ""))
-    if config.get("model_type") in RECURRENT or "linear" in layers or "recurrent" in layers:
+    if config.get("model_type") in UNREAD or "linear" in layers or "recurrent" in layers:
         return False
     return not any(
         value and any(word in name for word in _UNLIKE_LLAMA) for name, value in config.items()
@@ -111,21 +163,17 @@ def _llama_sizes(config: Config) -> bool:
 
 def _unknown(kind: str, where: str) -> str:
     """Why a family cannot be planned, and what can be done instead."""
-    instead = (
-        "`pytest-vram simulate train.py` runs a step of it on a simulated card and counts every "
-        "bill"
-    )
-    if kind in RECURRENT:
+    if kind in UNREAD:
         return (
             f"{where}: {kind} has recurrent layers (state-space or linear attention); what their "
-            f"kernels keep for backward has no closed form here. {instead}"
+            f"kernels keep for backward has no closed form here. {_INSTEAD}"
         )
     near = difflib.get_close_matches(kind, FAMILIES, n=2)
     ask = f" (the nearest known are {', '.join(near)})" if near else ""
     return (
         f"{where}: model_type {kind!r} is not known to the planner{ask}. Plan it from its code "
         "(module:attribute of the nn.Module) or from its sizes (--layers, --hidden, --heads, "
-        f"--vocab); {instead}"
+        f"--vocab); {_INSTEAD}"
     )
 
 

@@ -6,13 +6,13 @@ Most families of the last years are Llama with a few other choices. Those are ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from pytest_vram.planning.fields import Fields, assemble, changed, usual_tower
-from pytest_vram.planning.shapes import Latent, ModelShape, Tower
+from pytest_vram.planning.shapes import Latent, ModelShape, Tower, Weight
 
 #: A choice that the configuration makes.
 Choice = Callable[[Fields], Any]
@@ -32,11 +32,12 @@ def _need(*names: str) -> Choice:
 class Like:
     """What a family does otherwise than Llama: options of its :class:`Tower` and of its
     :class:`ModelShape`, each a constant or a :data:`Choice`; whether head and embedding are tied
-    where the configuration does not say."""
+    where the configuration does not say; parameter tensors that no option speaks of."""
 
     tower: Mapping[str, Any] = field(default_factory=dict)
     whole: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
+    extra: Callable[[Fields], Iterable[Weight]] = lambda f: ()
 
 
 #: Every choice as Llama makes it.
@@ -128,9 +129,118 @@ _LLAMA4 = {
     "qk_norm": lambda f: "bare" if f.get("use_qk_norm", default=True) else "",
 }
 
+#: DeepSeek's words for a mixture: some dense layers first, experts that all tokens see.
+_ROUTED = {
+    "experts": _need("n_routed_experts"),
+    "top_k": _need("num_experts_per_tok"),
+    "moe_ffn": _need("moe_intermediate_size"),
+    "moe_layers": lambda f: f.need("num_hidden_layers") - f.get("first_k_dense_replace", default=1),
+    "shared_ffn": lambda f: f.need("moe_intermediate_size") * f.get("n_shared_experts", default=1),
+    "fused_experts": True,
+}
+
+
+def _per_layer(field: str) -> Choice:
+    """A number that some files write once for every layer."""
+
+    def first(f: Fields) -> Any:
+        value = f.get(field)
+        return value[0] if isinstance(value, list) and value else value
+
+    return first
+
+
+def _ernie_layers(f: Fields) -> int:
+    first, last = f.get("moe_layer_start_index", default=1), f.get("moe_layer_end_index")
+    last = last if isinstance(last, int) and last >= 0 else f.need("num_hidden_layers") - 1
+    step = f.get("moe_layer_interval", default=1)
+    return sum(first <= layer <= last for layer in range(0, f.need("num_hidden_layers"), step))
+
+
+def _ernie_corrections(f: Fields) -> Iterator[Weight]:
+    """What balances the experts: counted by transformers, never trained."""
+    wide = (1, f.need("moe_num_experts"))
+    yield Weight("layers.correction", wide, "other", _ernie_layers(f), frozen=True)
+
+
+def _mllama_gates(f: Fields) -> Iterator[Weight]:
+    """Every layer that reads the image has norms of its queries and keys and two gates; the
+    embedding has eight rows that the head has not."""
+    layers = len(f.get("cross_attention_layers", default=(3, 8, 13, 18, 23, 28, 33, 38)))
+    hidden = f.need("hidden_size")
+    yield Weight("layers.cross.qk_norm", (hidden // f.heads,), "norm", 2 * layers)
+    yield Weight("layers.cross.gates", (1,), "other", 2 * layers)
+    yield Weight("image_tokens", (8, hidden), "other")
+
+
+def _persimmon_biases(f: Fields) -> Iterator[Weight]:
+    if f.flag("qk_layernorm", True):
+        width = (f.need("hidden_size") // f.heads,)
+        yield Weight(
+            "layers.attention.qk_norm.bias", width, "norm", 2 * f.need("num_hidden_layers")
+        )
+
+
 LLAMA_LIKE: dict[str, Like] = {
-    "llama": Like(),
+    **dict.fromkeys(("llama", "cwm", "exaone", "internlm3", "iquestcoder"), Like()),
     "mistral": Like(),
+    "mllama_text_model": Like(_UNBIASED, extra=_mllama_gates),
+    "hunyuan_v1_dense": Like({"qk_norm": "head", "mlp_bias": False}),
+    "hunyuan_v1_moe": Like(
+        {
+            "qk_norm": "head",
+            "mlp_bias": False,
+            "experts": _need("num_experts"),
+            "top_k": _per_layer("moe_topk"),
+            "shared_ffn": _need("intermediate_size"),
+            "fused_experts": True,
+        }
+    ),
+    "minimax_m2": Like({**_MIXTRAL, **_UNBIASED, "qk_norm": "width"}),
+    "jais2": Like({**_LAYER_NORM, **_SQUARED}),
+    "persimmon": Like(
+        {
+            **_LAYER_NORM,
+            **_SQUARED,
+            **dict.fromkeys(_UNBIASED, True),
+            "kv_heads": 0,
+            "fused_qkv": True,
+            "qk_norm": lambda f: "head" if f.flag("qk_layernorm", True) else "",
+        },
+        extra=_persimmon_biases,
+    ),
+    "nanochat": Like(
+        {**_SQUARED, "norm_tensors": 0, "qk_norm": "bare", "mlp_bias": False},
+        whole={"capped_logits": lambda f: f.get("final_logit_softcapping") is not None},
+    ),
+    "dots1": Like({**_ROUTED, "mlp_bias": False, "qk_norm": "head"}),
+    "flex_olmo": Like(
+        {
+            **_OLMO2,
+            "experts": _need("num_experts"),
+            "top_k": _need("num_experts_per_tok"),
+            "fused_experts": True,
+        }
+    ),
+    "ernie4_5_moe": Like(
+        {
+            **{name: _read("use_bias") for name in _UNBIASED},
+            "experts": _need("moe_num_experts"),
+            "top_k": _need("moe_k"),
+            "moe_ffn": _need("moe_intermediate_size"),
+            "moe_layers": _ernie_layers,
+            "shared_ffn": lambda f: (
+                f.need("moe_intermediate_size") * f.get("moe_num_shared_experts", default=0)
+            ),
+            "fused_experts": True,
+        },
+        whole={"head_bias": lambda f: f.flag("use_bias", False) and f.head()["head"] == "lm"},
+        tied=True,
+        extra=_ernie_corrections,
+    ),
+    "granitemoeshared": Like(
+        {**_MIXTRAL, "shared_ffn": _read("shared_intermediate_size", usual=0)}, whole=_SCALED
+    ),
     "ministral": Like(_UNBIASED),
     "ministral3": Like(_UNBIASED),
     "smollm3": Like(tied=True),
@@ -190,25 +300,17 @@ LLAMA_LIKE: dict[str, Like] = {
             "shared_gate": True,
         }
     ),
-    "qwen3_moe": Like({**_QWEN_MOE, "qk_norm": "head"}),
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe_text"), Like({**_QWEN_MOE, "qk_norm": "head"})),
     "gpt_oss": Like(_GPT_OSS, whole={"attention": "explicit"}),
     "llama4_text": Like(_LLAMA4),
     "glm4_moe": Like(
         {
+            "head_dim": lambda f: f.get("head_dim") or f.need("hidden_size") // f.heads,
             "qkv_bias": _read("attention_bias"),
             "out_bias": False,
             "mlp_bias": False,
             "qk_norm": lambda f: "head" if f.flag("use_qk_norm", False) else "",
-            "experts": _need("n_routed_experts"),
-            "top_k": _need("num_experts_per_tok"),
-            "moe_ffn": _need("moe_intermediate_size"),
-            "moe_layers": lambda f: (
-                f.need("num_hidden_layers") - f.get("first_k_dense_replace", default=1)
-            ),
-            "shared_ffn": lambda f: (
-                f.need("moe_intermediate_size") * f.get("n_shared_experts", default=1)
-            ),
-            "fused_experts": True,
+            **_ROUTED,
         }
     ),
 }
@@ -221,7 +323,8 @@ def llama_like(like: Like, f: Fields) -> ModelShape:
         return {name: value(f) if callable(value) else value for name, value in options.items()}
 
     tower = Tower(**chosen({**_LLAMA, **like.tower}))
-    return changed(assemble(f, tower, tied=like.tied), **chosen(like.whole))
+    shape = assemble(f, tower, tied=like.tied)
+    return changed(shape, others=tuple(like.extra(f)), **chosen(like.whole))
 
 
 def _gpt2(f: Fields) -> ModelShape:
@@ -417,6 +520,33 @@ def _bloom(f: Fields) -> ModelShape:
     return changed(shape, embedding_norm=True, attention="explicit")
 
 
+def _xglm(f: Fields) -> ModelShape:
+    """Positions are computed, and a constant."""
+    tower = Tower(
+        layers=f.need("num_layers", "num_hidden_layers"),
+        hidden=f.need("d_model", "hidden_size"),
+        heads=f.need("attention_heads", "num_attention_heads"),
+        ffn=f.need("ffn_dim"),
+        activation=f.activation,
+        softmax_fp32=False,
+        clamped_scores=True,
+    )
+    return changed(assemble(f, tower, tied=True), attention="explicit")
+
+
+def _openai_gpt(f: Fields) -> ModelShape:
+    """GPT: norms behind the blocks and none at the end."""
+    shape = _gpt2(f)
+    tower = replace(shape.tower, activation="gelu_new")
+    return changed(shape, final_norm=False, towers=(tower,), attention="explicit")
+
+
+def _vaultgemma(f: Fields) -> ModelShape:
+    """Gemma 2 without the norms behind the blocks."""
+    shape = _gemma2(f)
+    return changed(shape, towers=(replace(shape.tower, norms=2, post_norms=0),))
+
+
 def _gemma2(f: Fields) -> ModelShape:
     scores, logits = (
         f.config.get(f"{what}_softcapping", 1) for what in ("attn_logit", "final_logit")
@@ -483,7 +613,9 @@ DECODERS: dict[str, Callable[[Fields], ModelShape]] = {
     "opt": _opt,
     "bloom": _bloom,
     "gemma2": _gemma2,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
+    "vaultgemma": _vaultgemma,
+    "xglm": _xglm,
+    "openai-gpt": _openai_gpt,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _deepseek),
     **{name: partial(llama_like, like) for name, like in LLAMA_LIKE.items()},
 }

@@ -33,6 +33,50 @@ def bert(f: Fields) -> ModelShape:
     )
 
 
+def ernie(f: Fields) -> ModelShape:
+    shape = bert(f)
+    if not f.flag("use_task_id", False):
+        return shape
+    tasks = Weight(
+        "task_types", (f.get("task_type_vocab_size", default=3), shape.hidden), "embedding"
+    )
+    return replace(shape, others=(*shape.others, tasks))
+
+
+def early_bert(f: Fields) -> ModelShape:
+    """BERT with its norms before the blocks and one behind the last layer; of these alone the
+    roberta-prelayernorm has a norm of the embeddings too."""
+    kind = str(f.get("model_type"))
+    shape = changed(bert(f), final_norm=True, embedding_norm=kind == "roberta-prelayernorm")
+    return replace(shape, attention="explicit" if kind == "megatron-bert" else "")
+
+
+def bert_generation(f: Fields) -> ModelShape:
+    """BERT as a decoder: no token types, no pooler, no layer before the head."""
+    shape = bert(f)
+    others = tuple(w for w in shape.others if w.name != "token_types" and "pooler" not in w.name)
+    decodes = "Decoder" in str(f.get("architectures"))
+    return changed(
+        shape,
+        head_transform=False,
+        upcast=decodes,
+        others=others,
+        head="lm" if decodes else "none",
+        tied=decodes and f.flag("tie_word_embeddings", True),
+        head_bias=decodes,
+    )
+
+
+def layoutlm(f: Fields) -> ModelShape:
+    """BERT that is told where on the page a token stands."""
+    shape = bert(f)
+    places = (f.get("max_2d_position_embeddings", default=1024), shape.hidden)
+    others = (*shape.others, Weight("places", places, "position", 4))
+    if shape.head == "lm":
+        others = (*others, *dense("pooler", shape.hidden))
+    return replace(shape, others=others)
+
+
 def electra(f: Fields) -> ModelShape:
     """The discriminator and the generator; their embeddings may be narrower than their layers."""
     return _narrow(f, f.need("embedding_size"), pooler=False)
@@ -222,9 +266,48 @@ def nomic_bert(f: Fields) -> ModelShape:
 
 
 def vit(f: Fields) -> ModelShape:
+    """ViT; of its relatives some have no pooler, some no class token."""
+    kind = str(f.get("model_type", default="vit"))
     tower = usual_tower(f, qkv_bias=f.flag("qkv_bias", True), causal=False)
-    pooler = f.head()["head"] != "classes"
-    return _image(f, tower, others=dense("pooler", tower.hidden) if pooler else [])
+    pooler = kind not in ("vit_msn", "vit_mae", "ijepa") and f.head()["head"] != "classes"
+    shape = _image(f, tower, others=dense("pooler", tower.hidden) if pooler else [])
+    if kind == "vit_mae" and "PreTraining" in str(f.get("architectures")):
+        return _masked_autoencoder(f, shape)
+    if kind != "ijepa":
+        return shape
+    tokens = shape.tokens_per_sample - 1
+    others = [w for w in shape.others if w.name != "class_token" and w.role != "position"]
+    others.append(Weight("positions", (1, tokens, shape.hidden), "position"))
+    return replace(shape, others=tuple(others), tokens_per_sample=tokens)
+
+
+def _masked_autoencoder(f: Fields, shape: ModelShape) -> ModelShape:
+    """ViT-MAE in pre-training: the encoder sees the patches that are not masked, a narrower decoder
+    all of them, and a linear layer makes pixels of what it says."""
+    patches, wide = shape.tokens_per_sample - 1, shape.hidden
+    seen = int(patches * (1 - f.get("mask_ratio", default=0.75)))
+    hidden, bias = f.need("decoder_hidden_size"), f.flag("qkv_bias", True)
+    decoding = Tower(
+        layers=f.need("decoder_num_hidden_layers"),
+        hidden=hidden,
+        heads=f.need("decoder_num_attention_heads"),
+        ffn=f.need("decoder_intermediate_size"),
+        activation=f.activation,
+        qkv_bias=bias,
+        causal=False,
+    )
+    pixels = f.need("patch_size") ** 2 * f.get("num_channels", default=3)
+    others = [replace(weight, frozen=weight.role == "position") for weight in shape.others]
+    others += [
+        Weight("decoder.embed", (hidden, wide), "other"),
+        Weight("decoder.embed.bias", (hidden,), "other"),
+        Weight("decoder.mask_token", (1, 1, hidden), "other"),
+        Weight("decoder.positions", (1, patches + 1, hidden), "position", frozen=True),
+        Weight("decoder.pixels", (pixels, hidden), "other"),
+        Weight("decoder.pixels.bias", (pixels,), "other"),
+    ]
+    encoder = replace(shape.tower, tokens=seen + 1)
+    return replace(shape, towers=(encoder, decoding), others=tuple(others), head="none")
 
 
 def deit(f: Fields) -> ModelShape:
@@ -259,11 +342,76 @@ def dinov2(f: Fields) -> ModelShape:
     others = []
     if f.flag("use_mask_token", True):
         others.append(Weight("mask_token", (1, hidden), "other"))
+    registers = 0
+    if str(f.get("model_type")) == "dinov2_with_registers":
+        registers = f.get("num_register_tokens", default=4)
+        others.append(Weight("registers", (1, registers, hidden), "other"))
     shape = _image(f, tower, others)
+    shape = replace(shape, tokens_per_sample=shape.tokens_per_sample + registers)
     if shape.head == "classes":
         mean = Weight("head.mean", (shape.head_rows, hidden), "head")
         shape = replace(shape, others=(*shape.others, mean))
     return shape
+
+
+def dinov3(f: Fields) -> ModelShape:
+    """DINOv3: rotated positions instead of learned ones, registers."""
+    hidden, heads = f.need("hidden_size"), f.heads
+    gated = f.flag("use_gated_mlp", False)
+    biased = ("query_bias", True), ("key_bias", False), ("value_bias", True)
+    tower = Tower(
+        layers=f.need("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        ffn=f.need("intermediate_size"),
+        gated=gated,
+        activation=f.activation,
+        out_bias=f.flag("proj_bias", True),
+        mlp_bias=f.flag("mlp_bias", True),
+        unbiased=tuple(name[0] for name, usual in biased if not f.flag(name, usual)),
+        layer_scale=True,
+        rotary=True,
+        causal=False,
+    )
+    registers = f.get("num_register_tokens", default=0)
+    made = [
+        Weight("mask_token", (1, 1, hidden), "other"),
+        Weight("registers", (1, registers, hidden), "other"),
+    ]
+    shape = _image(f, tower, [weight for weight in made if weight.total])
+    return replace(
+        shape,
+        others=tuple(weight for weight in shape.others if weight.role != "position"),
+        tokens_per_sample=shape.tokens_per_sample + registers,
+    )
+
+
+def beit(f: Fields) -> ModelShape:
+    """BEiT: relative positions over the scores, scaled blocks, a norm of the mean."""
+    hidden, layers = f.need("hidden_size"), f.need("num_hidden_layers")
+    tower = usual_tower(f, unbiased=("k",), layer_scale=_positive(f), causal=False)
+    mean = f.flag("use_mean_pooling", True)
+    made = []
+    if f.flag("use_mask_token", False):
+        made.append(Weight("mask_token", (1, 1, hidden), "other"))
+    side = f.need("image_size") // f.need("patch_size")
+    table = ((2 * side - 1) ** 2 + 3, f.heads)
+    own, shared = (
+        f.flag("use_relative_position_bias", False),
+        f.flag("use_shared_relative_position_bias", False),
+    )
+    if own or shared:
+        made.append(Weight("relative_positions", table, "position", layers if own else 1))
+    shape = _image(f, tower, made)
+    others = shape.others
+    if not f.flag("use_absolute_position_embeddings", False):
+        others = tuple(weight for weight in others if weight.name != "positions")
+    shape = replace(shape, others=others, attention="explicit" if own or shared else "")
+    return shape if mean else replace(shape, final_norm=True)
+
+
+def _positive(f: Fields) -> bool:
+    return float(f.get("layer_scale_init_value", default=0.1)) > 0
 
 
 def _image(f: Fields, tower: Tower, others: list[Weight]) -> ModelShape:

@@ -56,7 +56,7 @@ class Fields:
         if "Classification" in first or "ForImage" in first:
             labels = self.get("num_labels", default=len(self.get("id2label") or (0, 1)))
             return {"head": "classes", "head_rows": int(labels), "tied": False}
-        if first.endswith("Model") and "LMHead" not in first:
+        if first.endswith("Model") and "LMHead" not in first and "MTModel" not in first:
             return {"head": "none", "tied": False}
         return {"head": "lm"}
 

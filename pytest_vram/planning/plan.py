@@ -336,6 +336,12 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
             "no fused attention kernel takes grouped key/value heads in float32: planned with "
             "PyTorch's math kernel and its S x S scores"
         )
+    kernels = {t.mixer.kernel for t in setup.shape.towers if t.mixer and t.mixer.kernel}
+    notes += [
+        f"planned with the kernels of {name}, by what their source keeps for backward; without "
+        "that package transformers runs a loop in PyTorch that keeps many times as much"
+        for name in sorted(kernels)
+    ]
     notes += _idle(setup)
     inner = ("matrix", "expert")
     if not setup.lora and any(w.frozen and w.role in inner for w in setup.shape.weights()):
@@ -526,16 +532,18 @@ def _working(setup: Setup, tower: Tower) -> int:
     sequence = tower.tokens or setup.tokens
     tokens = setup.batch * sequence // setup.parallel.context
     c, r = setup.precision.compute, setup.precision.residual
-    split = tower.gated or tower.activation == "gelu_new"
-    inner = (2 if split else 1) * tokens * tower.ffn * c // setup.parallel.tensor
-    if attention_kernel(setup) != "flash":
+    split = tower.gated or tower.activation == "gelu_new" or tower.mixer is not None
+    wide = tower.ffn if tower.dense_layers or tower.moe_layers else 0
+    wide = max(wide, tower.mixer.inner if tower.mixer else 0)
+    inner = (2 if split else 1) * tokens * wide * c // setup.parallel.tensor
+    if attention_kernel(setup) != "flash" and tower.attention_layers:
         scores = tokens * sequence * tower.heads * (8 + c) // setup.parallel.tensor
         if tower.relative:  # what gather's derivative scatters into
             rows = tower.relative.used(sequence)
             scores += tokens * rows * tower.heads * c // setup.parallel.tensor
         inner = max(inner, scores)
     working = inner + 2 * tokens * tower.hidden * r
-    if tower.mlp_bias and setup.lora is None:
+    if tower.mlp_bias and tower.dense_layers and setup.lora is None:
         summed = summed_bytes(tokens, tower.ffn // setup.parallel.tensor, setup.threads)
         working = max(working, summed + tokens * tower.hidden * (r + c))
     return working

@@ -1,9 +1,9 @@
-"""Encoder-decoder models by their configuration: T5, BART, Whisper."""
+"""Encoder-decoder models by their configuration: T5, BART, their relatives, and Whisper."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pytest_vram.planning.fields import Fields, dense
 from pytest_vram.planning.shapes import ModelShape, PlanError, Tower, Weight, norm
@@ -11,7 +11,9 @@ from pytest_vram.planning.shapes import ModelShape, PlanError, Tower, Weight, no
 
 def t5(f: Fields) -> ModelShape:
     hidden, heads = f.need("d_model"), f.need("num_heads")
-    projection = str(f.get("feed_forward_proj", default="relu"))
+    kind = str(f.get("model_type", default="t5"))
+    usual = "relu" if kind == "t5" else "gated-gelu"
+    projection = str(f.get("feed_forward_proj", default=usual))
     common: dict[str, Any] = {
         "hidden": hidden,
         "heads": heads,
@@ -25,6 +27,7 @@ def t5(f: Fields) -> ModelShape:
         "mlp_bias": False,
         "norm_keeps_stream": True,
         "position_bias": True,
+        "own_position_bias": kind == "umt5",
         "recast_down": True,
         "softmax_fp32": False,
         "inner_dropout": True,
@@ -34,12 +37,13 @@ def t5(f: Fields) -> ModelShape:
     later = f.get("num_decoder_layers", default=layers)
     decoding = Tower(layers=later, norms=3, cross_attention=True, **common)
     table = (f.get("relative_attention_num_buckets", default=32), heads)
-    others = [Weight("relative_positions", table, "position", 2)]
+    tables = layers + later if kind == "umt5" else 2  # of every layer, or of each tower's first
+    others = [Weight("relative_positions", table, "position", tables)]
     head = {"tied": f.flag("tie_word_embeddings", True), **f.head()}
     if head["head"] == "classes":
         others += dense("classifier.dense", hidden)
     return ModelShape(
-        "t5",
+        kind,
         (encoder, decoding),
         vocab=f.need("vocab_size"),
         head_bias=head["head"] == "classes",
@@ -50,27 +54,56 @@ def t5(f: Fields) -> ModelShape:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Bart:
+    """What a relative of BART does: norms before the blocks and one more at each tower's end;
+    position tables that are learned (with rows to spare), constant, or computed; a norm of the
+    embeddings; an fp32 buffer that is added to the logits."""
+
+    early: bool = False
+    positions: Literal["learned", "constant", "computed"] = "learned"
+    spare: int = 0
+    normed: bool = False
+    biased: bool = True
+
+
+BART_LIKE = {
+    "bart": _Bart(spare=2, normed=True),
+    "mbart": _Bart(early=True, spare=2, normed=True),
+    "plbart": _Bart(spare=2, normed=True),
+    "marian": _Bart(positions="constant"),
+    "pegasus": _Bart(early=True, positions="constant"),
+    "blenderbot": _Bart(early=True),
+    "blenderbot-small": _Bart(normed=True),
+    "m2m_100": _Bart(early=True, positions="computed", biased=False),
+}
+
+
 def bart(f: Fields) -> ModelShape:
-    """BART, and mBART, which puts its norms before the blocks and one more at each tower's end."""
-    early = str(f.get("model_type")) == "mbart"
+    """BART and its relatives."""
+    kind = str(f.get("model_type", default="bart"))
+    like = BART_LIKE[kind]
     hidden = f.need("d_model", "hidden_size")
     encoder, decoding = _pair(f, hidden)
-    vocab = f.need("vocab_size")
-    rows = f.need("max_position_embeddings") + 2
-    others = [Weight("positions", (rows, hidden), "position", 2)]
-    others += norm("embedding_norm", encoder, 2)
+    rows = f.need("max_position_embeddings") + like.spare
+    others = []
+    if like.positions != "computed":
+        constant = like.positions == "constant"
+        others.append(Weight("positions", (rows, hidden), "position", 2, frozen=constant))
+    if like.normed:
+        others += norm("embedding_norm", encoder, 2)
     head = f.head()
     if head["head"] == "classes":
         others += dense("classifier.dense", hidden)
     return ModelShape(
-        "bart",
+        kind,
         (encoder, decoding),
-        vocab=vocab,
-        final_norm=early,
-        longest=rows - 2,
-        normed_embeddings=True,
+        vocab=f.need("vocab_size"),
+        final_norm=like.early,
+        longest=0 if like.positions == "computed" else rows - like.spare,
+        normed_embeddings=like.normed,
         upcast=False,
-        wide_logits=True,
+        wide_logits=like.biased,
         head_bias=head["head"] == "classes",
         others=tuple(others),
         **{"tied": f.flag("tie_word_embeddings", True), **head},

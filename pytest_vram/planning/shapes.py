@@ -18,7 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pytest_vram.planning.mixers import Mixer
 
 Role = Literal[
     "embedding", "position", "norm", "matrix", "bias", "router", "expert", "head", "other"
@@ -130,11 +133,22 @@ class Tower:
     norm_casts: bool = False  #: autocast reaches the norm: one 16-bit output for all its readers
     softmax_fp32: bool = True  #: the explicit softmax computes in fp32 whatever its input is
     inner_dropout: bool = False  #: dropout inside the feed-forward block too (T5)
+    mixer: Mixer | None = None  #: what ``mixer_layers`` have in place of attention
+    mixer_layers: int = 0
+    #: A layer is one block alone: attention, mixer, feed-forward or mixture (Mamba, Nemotron-H);
+    #: then ``mlp_layers`` are feed-forward blocks.
+    alternating: bool = False
+    mlp_layers: int = 0
+    query_gate: bool = (
+        False  #: the query matrix makes a gate of attention's output too (Qwen3-Next)
+    )
     layer_scale: bool = False  #: each block's output times a learned vector (DINOv2)
     softcap: bool = False  #: a tanh over the attention scores (Gemma 2)
+    clamped_scores: bool = False  #: masked scores are held above the least number (XGLM)
     spelled_norm: bool = False  #: LayerNorm in single operators, in fp32 (DeBERTa)
     norm_keeps_stream: bool = False  #: T5's RMSNorm multiplies the stream itself, not its fp32 copy
     position_bias: bool = False  #: a learned bias over the scores, A S S of every layer (T5)
+    own_position_bias: bool = False  #: every layer has a table of its own for it (UMT5)
     recast_down: bool = False  #: casts to the down matrix's type before autocast casts back (T5)
     latent: Latent | None = None
     relative: Relative | None = None
@@ -161,8 +175,10 @@ class Tower:
                 raise PlanError(f"{self.top_k} experts per token out of {self.experts}")
             object.__setattr__(self, "moe_layers", self.moe_layers or self.layers)
             object.__setattr__(self, "moe_ffn", self.moe_ffn or self.ffn)
-        if self.moe_layers > self.layers:
-            raise PlanError(f"{self.moe_layers} mixture layers out of {self.layers} layers")
+        kinds = {"mixture": self.moe_layers, "recurrent": self.mixer_layers}
+        for kind, count in kinds.items():
+            if count > self.layers:
+                raise PlanError(f"{count} {kind} layers out of {self.layers} layers")
 
     @property
     def query(self) -> int:
@@ -181,13 +197,23 @@ class Tower:
 
     @property
     def dense_layers(self) -> int:
-        return self.layers - self.moe_layers
+        return self.mlp_layers if self.alternating else self.layers - self.moe_layers
+
+    @property
+    def attention_layers(self) -> int:
+        others = self.mixer_layers
+        if self.alternating:
+            others += self.moe_layers + self.mlp_layers
+        return self.layers - others
 
     def weights(self, prefix: str = "layers") -> Iterator[Weight]:
         """Every parameter tensor of the tower."""
         layers = 1 if self.shared else self.layers
         attention = self._latent if self.latent else self._attention
-        yield from attention(f"{prefix}.attention", layers)
+        if self.attention_layers:
+            yield from attention(f"{prefix}.attention", min(layers, self.attention_layers))
+        if self.mixer:
+            yield from self.mixer.weights(f"{prefix}.mixer", self.hidden, self.mixer_layers)
         if self.cross_attention:
             yield from self._attention(f"{prefix}.cross", layers)
         yield from norm(f"{prefix}.norm", self, self.norms * layers)
@@ -200,7 +226,7 @@ class Tower:
 
     def _attention(self, name: str, count: int) -> Iterator[Weight]:
         wide = self.query + 2 * self.kv
-        parts = {"q": self.query, "k": self.kv, "v": self.kv}
+        parts = {"q": (1 + self.query_gate) * self.query, "k": self.kv, "v": self.kv}
         if self.fused_qkv:
             parts = {"qkv": wide}
         for part, out in parts.items():
@@ -279,8 +305,17 @@ class Tower:
 
     def scaled(self, layers: int) -> Tower:
         """The same tower with another number of layers (mixture layers in proportion)."""
-        moe = min(layers, round(self.moe_layers * layers / self.layers)) if self.experts else 0
-        return replace(self, layers=layers, moe_layers=moe)
+
+        def part(count: int) -> int:
+            return min(layers, round(count * layers / self.layers))
+
+        return replace(
+            self,
+            layers=layers,
+            moe_layers=part(self.moe_layers),
+            mixer_layers=part(self.mixer_layers),
+            mlp_layers=part(self.mlp_layers),
+        )
 
 
 def norm(name: str, tower: Tower, count: int, width: int = 0) -> Iterator[Weight]:

@@ -342,10 +342,71 @@ ALIKE = {
         0.0,
     ),
 }
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 512,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+PLAIN_BART = {**BART, "dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0}
+ALIKE |= {
+    "mt5": ({**T5, "dropout_rate": 0.0}, 0.0),
+    "umt5": ({**T5, "dropout_rate": 0.0}, 0.0),
+    "plbart": (PLAIN_BART, 0.0),
+    "marian": ({**PLAIN_BART, "decoder_vocab_size": 8000, "max_length": 512}, 0.0),
+    "pegasus": (PLAIN_BART, 0.0),
+    "blenderbot": ({**PLAIN_BART, "max_position_embeddings": 512}, 0.0),
+    "blenderbot-small": (PLAIN_BART, 0.0),
+    "m2m_100": ({**PLAIN_BART, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, 0.0),
+    "xglm": (
+        {"d_model": 512, "num_layers": 4, "attention_heads": 8, "ffn_dim": 2048}
+        | {"vocab_size": 8000, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0},
+        0.0,
+    ),
+    "openai-gpt": ({**GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, 0.0),
+    "vaultgemma": ({**GROUPED, "head_dim": 128}, 0.0),
+    "hunyuan_v1_dense": ({**GROUPED, "head_dim": 64, "pad_token_id": 0}, 0.0),
+    "hunyuan_v1_moe": (
+        {**GROUPED, "head_dim": 64, "pad_token_id": 0, "num_experts": 4, "moe_topk": 2},
+        0.0,
+    ),
+    "minimax_m2": (
+        {**GROUPED, "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+        0.0,
+    ),
+    "jais2": ({**SMALL, "num_key_value_heads": 8, "head_dim": 64}, 0.0),
+    "persimmon": (SMALL, 0.0),
+    "nanochat": (GROUPED, 0.0),
+    "dots1": ({**GROUPED, **ROUTED}, 0.0),
+    "flex_olmo": ({**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}, 0.0),
+    "ernie4_5_moe": (
+        {**GROUPED, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 512}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": 3},
+        0.0,
+    ),
+    "granitemoeshared": (
+        {**GROUPED, "num_local_experts": 4, "shared_intermediate_size": 1024},
+        0.0,
+    ),
+}
+ALIKE["lfm2"] = ({**GROUPED, "layer_types": ["conv", "conv", "full_attention", "conv"]}, 0.0)
+IMAGE = {**SMALL, "vocab_size": 1, "image_size": 384}
+ALIKE |= {
+    **dict.fromkeys(("vit_msn", "ijepa"), (IMAGE, 0.0)),
+    "beit": ({**IMAGE, "use_absolute_position_embeddings": True}, 0.0),
+    "dinov2_with_registers": (FAMILIES["dinov2"][0], 0.0),
+    **dict.fromkeys(
+        ("megatron-bert", "xlm-roberta-xl", "roberta-prelayernorm", "bert-generation", "layoutlm"),
+        ({**SMALL, **NO_DROPOUT}, 0.0),
+    ),
+}
 FAMILIES |= ALIKE
 
 
-IMAGES = ("vit", "deit", "dinov2")
+IMAGES = ("vit", "deit", "dinov2", "vit_msn", "ijepa", "beit", "dinov2_with_registers")
 
 
 def family_model(name: str, precision: str, device: Any) -> Any:
@@ -380,6 +441,7 @@ def family_ledger(
                 inputs = labels
             if name == "whisper":
                 inputs = torch.randn(batch, 80, 3000, device=simulation.device)
+            if name in ("whisper", "beit"):  # these do not cast what they are given
                 inputs = inputs.to(model.dtype)
             with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
                 output = model(inputs, labels=labels)

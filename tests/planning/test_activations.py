@@ -6,6 +6,7 @@ import pytest
 
 from pytest_vram.planning.activations import (
     Forward,
+    Kind,
     Recompute,
     Saved,
     Sharding,
@@ -120,7 +121,9 @@ def test_mixture_of_experts_keeps_each_tokens_copies():
     tower = Tower(
         layers=2, hidden=H, heads=16, ffn=2 * H, gated=True, experts=8, top_k=2, activation="silu"
     )
-    items = {item.name: item.size for item in layer_saved(tower, forward(), moe=True)}
+    items = {
+        item.name: item.size for item in layer_saved(tower, forward(), Kind(1, "attention", "moe"))
+    }
     copies = 2 * 2 * 256
     assert items["expert inputs"] == copies * H * 2
     assert items["experts gate"] == copies * 2 * H * 2

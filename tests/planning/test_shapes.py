@@ -8,6 +8,8 @@ import pytest
 
 from pytest_vram.planning.configs import FAMILIES, from_config, named, read_config
 from pytest_vram.planning.published import MODELS
+from pytest_vram.planning.senses import SENSE_DEFAULTS
+from pytest_vram.planning.seq2seq import BART_LIKE
 from pytest_vram.planning.shapes import PlanError, Tower, decoder
 from pytest_vram.planning.text_defaults import TEXT_DEFAULTS
 
@@ -110,6 +112,20 @@ def test_published_parameter_counts(name, parameters):
     assert named(name).parameters == parameters
 
 
+T5_SIZES = {"d_model": 64, "num_layers": 3, "num_heads": 4, "d_kv": 16, "d_ff": 96}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba_n_groups": 2}
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 SEQ2SEQ = {
     "d_model": 64,
     "encoder_layers": 2,
@@ -160,7 +176,7 @@ def _small(family):
     sizes = {
         "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
         "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8},
-        "t5": {"d_model": 64, "num_layers": 3, "num_heads": 4, "d_kv": 16, "d_ff": 96},
+        "t5": T5_SIZES,
         "gpt_neo": {
             "hidden_size": 64,
             "num_layers": 4,
@@ -208,8 +224,6 @@ def _small(family):
         },
         "deit": {"architectures": ["DeiTForImageClassification"]},
         "modernbert": {"cls_token_id": 1, "sep_token_id": 2},
-        "bart": SEQ2SEQ,
-        "mbart": SEQ2SEQ,
         "whisper": {**SEQ2SEQ, "max_source_positions": 20, "max_target_positions": 30},
         "electra": {"embedding_size": 48},
         "albert": {"embedding_size": 48},
@@ -217,6 +231,66 @@ def _small(family):
         "deberta-v2": {**DISENTANGLED, "position_buckets": 16, "norm_rel_ebd": "layer_norm"},
         "deepseek_v2": {**LATENT, "q_lora_rank": None},
         "deepseek_v3": {**LATENT, "q_lora_rank": 40},
+        "mt5": T5_SIZES,
+        "umt5": {**T5_SIZES, "num_decoder_layers": 2},
+        **dict.fromkeys(BART_LIKE, SEQ2SEQ),
+        "marian": {**SEQ2SEQ, "decoder_vocab_size": 211},
+        "xglm": {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96},
+        "openai-gpt": {"n_embd": 64, "n_layer": 3, "n_head": 4},
+        "qwen3_vl_moe_text": {"num_experts": 8, "num_experts_per_tok": 2},
+        "hunyuan_v1_dense": {"head_dim": 16},
+        "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+        "minimax_m2": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "granitemoeshared": {"num_local_experts": 4, "shared_intermediate_size": 48},
+        "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+        "dots1": {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+        "ernie4_5_moe": {
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "use_bias": True,
+        },
+        "ernie": {"use_task_id": True},
+        "beit": {"use_relative_position_bias": True, "use_mask_token": True},
+        "dinov3_vit": {"num_register_tokens": 4, "use_gated_mlp": True},
+        "mamba": {"hidden_size": 64, "num_hidden_layers": 3, "state_size": 8, "use_bias": True},
+        "falcon_mamba": {"hidden_size": 64, "num_hidden_layers": 3, "expand": 3},
+        "mamba2": {
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "state_size": 8,
+        },
+        "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+        "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+        "granitemoehybrid": {
+            **MAMBA2,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 48,
+        },
+        "nemotron_h": {
+            "num_hidden_layers": 5,
+            "hybrid_override_pattern": "M-*EM",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+        "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+        **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
     }
     usual = {
         "hidden_size": 64,
@@ -232,19 +306,25 @@ def _small(family):
         "t5",
         "gpt_neo",
         "distilbert",
-        "bart",
-        "mbart",
         "whisper",
         "gpt_bigcode",
         "codegen",
         "mpt",
         "dbrx",
+        "mt5",
+        "umt5",
+        *BART_LIKE,
+        "xglm",
+        "openai-gpt",
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
     )
     return {**({} if alone else usual), **own, "vocab_size": 211, "pad_token_id": 0}
 
 
 #: No class of transformers builds these without the tower that sees; their layers are Qwen2's.
-SEEING = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
+SEEING = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "mllama_text_model")
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SEEING])
@@ -272,13 +352,13 @@ def test_counts_agree_with_transformers(family):
         raw = {**config.to_dict(), "architectures": [type(model).__name__]}
         raw["num_labels"] = config.num_labels
         counted = sum(parameter.numel() for parameter in model.parameters())
-        if family in ("bart", "mbart", "whisper") and "CausalLM" in kind:
+        if family in (*BART_LIKE, "whisper") and "CausalLM" in kind:
             with pytest.raises(PlanError, match="the decoder alone is not planned"):
                 from_config(raw)
             continue
         assert from_config(raw).parameters == counted, type(model).__name__
         checked += 1
-    assert checked >= (1 if family == "qwen3_vl_text" else 2)
+    assert checked
 
 
 def test_explicit_sizes_make_gpt2():
@@ -364,9 +444,39 @@ def test_what_cannot_be_planned_says_what_can_be_done():
         "--vocab); `pytest-vram simulate train.py` runs a step of it on a simulated card and "
         "counts every bill"
     )
-    mamba = {"model_type": "mamba", "hidden_size": 2560, "num_hidden_layers": 64}
-    with pytest.raises(PlanError, match=r"^config: mamba has recurrent layers \(state-space or"):
-        from_config({**mamba, "vocab_size": 50280, "architectures": ["MambaForCausalLM"]})
+    rwkv = {"model_type": "rwkv", "hidden_size": 2560, "num_hidden_layers": 64}
+    with pytest.raises(PlanError, match=r"^config: rwkv has recurrent layers \(state-space or"):
+        from_config({**rwkv, "vocab_size": 50277, "architectures": ["RwkvForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        # state-spaces/mamba-2.8b-hf, mistralai/Mamba-Codestral-7B-v0.1, ai21labs/Jamba-v0.1
+        (
+            {"model_type": "mamba", "hidden_size": 2560, "num_hidden_layers": 64, "expand": 2}
+            | {"vocab_size": 50280, "state_size": 16, "time_step_rank": 160},
+            2_768_345_600,
+        ),
+        (
+            {"model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 64}
+            | {"num_heads": 128, "head_dim": 64, "n_groups": 8, "vocab_size": 32768},
+            7_285_403_648,
+        ),
+        (
+            {"model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32}
+            | {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+            | {"num_experts": 16, "attn_layer_period": 8, "attn_layer_offset": 4}
+            | {"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_dt_rank": 256}
+            | {"vocab_size": 65536},
+            51_570_323_328,
+        ),
+    ],
+    ids=["mamba-2.8b", "mamba-codestral-7b", "jamba-v0.1"],
+)
+def test_published_counts_of_models_that_carry_a_state(config, parameters):
+    shape = from_config(config)
+    assert shape.parameters == parameters
 
 
 UNKNOWN = {**MODELS["llama-7b"], "model_type": "newllm", "architectures": ["NewForCausalLM"]}
@@ -399,11 +509,34 @@ def test_an_unknown_family_with_anything_else_is_refused(other):
         from_config({**UNKNOWN, **other})
 
 
+VISION = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096}
+VISION |= {"num_hidden_layers": 24, "image_size": 336, "patch_size": 14}
+
+
+def test_llava_as_its_file_is_published():
+    """llava-1.5-7b: 7,063,427,072 parameters on its card; the language model 6,738,939,904, CLIP
+    ViT-L/14 at 336 pixels 303,507,456, the projector 20,979,712."""
+    published = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {"model_type": "llama", "vocab_size": 32064},
+        "vision_config": VISION,
+        "tie_word_embeddings": False,
+    }
+    shape = from_config(published)
+    assert shape.parameters == 7_063_427_072
+    assert shape.notes == (
+        "its vision tower and projector are counted (324,487,168 parameters), what images or sound "
+        "keep for backward is not: true if the tower is frozen",
+    )
+    alone = {**published, "architectures": ["LlamaForCausalLM"]}
+    assert from_config(alone).parameters == 6_738_939_904
+
+
 @pytest.mark.parametrize(
     ("outer", "inner", "parameters"),
     [
         # Fields as the published files have them; language models' counts of the checkpoints.
-        ("llava", {"model_type": "llama", "vocab_size": 32064}, 6_738_939_904),
         (
             "gemma3",
             {
@@ -418,19 +551,85 @@ def test_an_unknown_family_with_anything_else_is_refused(other):
         ("llama4", {"model_type": "llama4_text"}, 107_769_861_120),
     ],
 )
-def test_language_models_inside_multimodal_configurations(outer, inner, parameters):
-    whole = {"model_type": outer, "text_config": inner, "vision_config": {"hidden_size": 8}}
-    shape = from_config(whole)
+def test_towers_that_are_not_known_are_left_out_and_it_is_said(outer, inner, parameters):
+    seeing = {"model_type": "other", "hidden_size": 8}
+    shape = from_config({"model_type": outer, "text_config": inner, "vision_config": seeing})
     assert shape.parameters == parameters
     assert shape.notes == ("planned without its vision tower",)
 
 
 def test_flat_multimodal_configurations_and_their_ties():
-    flat = {**MODELS["qwen2.5-7b"], "model_type": "qwen2_5_vl", "vision_config": {"depth": 32}}
-    assert from_config(flat).parameters == 7_615_616_512
-    assert from_config(flat).notes == ("planned without its vision tower",)
+    """Qwen2.5-VL-7B: 7,615,616,512 parameters of Qwen2.5-7B and 676,550,144 of its tower."""
+    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
+    flat = {**MODELS["qwen2.5-7b"], "model_type": "qwen2_5_vl", "vision_config": tower}
+    assert from_config(flat).parameters == 7_615_616_512 + 676_550_144 == 8_292_166_656
     nested = {"model_type": "x", "text_config": MODELS["llama-7b"], "tie_word_embeddings": True}
     assert from_config(nested).tied
+
+
+def test_the_whole_decides_about_the_tie_and_its_part_where_the_whole_is_silent():
+    part = {**MODELS["qwen2.5-0.5b"], "tie_word_embeddings": True}
+    whole = {"model_type": "x", "text_config": part}
+    assert from_config(whole).tied
+    assert not from_config({**whole, "tie_word_embeddings": False}).tied
+    onevision = {**whole, "model_type": "llava_onevision", "tie_word_embeddings": False}
+    assert from_config(onevision).tied  # its class asks the part
+
+
+def test_other_parts_beside_a_language_model_are_named():
+    parts = {"encoder_config": {"hidden_size": 8}, "projector_config": {"model_type": "q"}}
+    whole = {"model_type": "x", "text_config": MODELS["llama-7b"], **parts}
+    assert from_config(whole).notes == ("planned without its encoder_config and projector_config",)
+
+
+def test_a_detector_around_a_language_model_is_refused():
+    whole = {
+        "model_type": "grounding-dino",
+        "text_config": MODELS["bert-base"],
+        "encoder_layers": 6,
+    }
+    with pytest.raises(PlanError, match="has layers of its own around the language model"):
+        from_config(whole)
+
+
+SEEING_MODELS = (
+    *("llava", "llava_next", "llava_onevision", "vipllava", "paligemma", "gemma3", "mistral3"),
+    *("llama4", "mllama", "idefics3", "smolvlm", "internvl", "cohere2_vision", "qwen2_vl"),
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_audio", "voxtral"),
+)
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["as published", "every field"])
+@pytest.mark.parametrize("kind", SEEING_MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_see_or_hear_agree_with_transformers(kind, published):
+    """Whole models of their classes' own sizes, from files without what equals those."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    config = transformers.CONFIG_MAPPING[kind]()
+    auto = getattr(transformers, "AutoModelForMultimodalLM", None)
+    if auto is None or type(config) not in auto._model_mapping:
+        pytest.skip(f"this transformers has no class for {kind}")
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    config.architectures = [type(model).__name__]
+    raw = json.loads(config.to_json_string(use_diff=published))
+    shape = from_config(raw)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert "and projector are counted" in shape.notes[-1]
+
+
+@pytest.mark.parametrize("kind", SENSE_DEFAULTS)
+@pytest.mark.filterwarnings("ignore")
+def test_defaults_of_towers_are_those_of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    whole = transformers.CONFIG_MAPPING[kind]().to_dict()
+    usual = {name: value for name, value in SENSE_DEFAULTS[kind].items() if value != []}
+    assert {name: whole[name] for name in usual} == usual
 
 
 @pytest.mark.parametrize("kind", TEXT_DEFAULTS)
@@ -465,7 +664,8 @@ def test_unknown_models_suggest_the_nearest():
 
 
 def test_of_a_model_that_sees_the_text_part_is_planned_and_said():
-    whole = {"model_type": "gemma3", "text_config": MODELS["gemma-3-1b"], "vision_config": {"a": 1}}
+    seeing = {"model_type": "unheard-of"}
+    whole = {"model_type": "gemma3", "text_config": MODELS["gemma-3-1b"], "vision_config": seeing}
     shape = from_config(whole)
     assert shape.parameters == named("gemma-3-1b").parameters
     assert shape.notes == ("planned without its vision tower",)
