@@ -78,7 +78,7 @@ def _load_canonical(text: str) -> Tests | None:
     test: Any = None
     record: Any = None
     group: Any = None
-    strings = False
+    bills = strings = False
     for match in _LINE.finditer(text, end):
         if match.start() != end:
             return None
@@ -101,7 +101,7 @@ def _load_canonical(text: str) -> Tests | None:
                 test[key] = record
             elif depth == 6 and record is not None and key in _GROUPS and key not in record:
                 group = record[key] = [] if key == "largest" else {}
-                strings = key == "versions"
+                bills, strings = key == "bills", key == "versions"
             else:
                 return None
             continue
@@ -111,7 +111,7 @@ def _load_canonical(text: str) -> Tests | None:
             elif word.lower() in _RESERVED:
                 return None
         if depth == 8 and type(group) is dict and key not in group:
-            if (word is not None) != strings:
+            if (word is not None) != strings or (bills and key not in BILLS):
                 return None
             group[key] = int(number) if word is None else word
         elif depth == 6 and record is not None and key not in record:

@@ -111,6 +111,11 @@ def test_figures_by_hand() -> None:
         ("format: 1\ntests: \x00\n", 1, ""),
         (TEXT.replace("parameters: 497759232", "parameters: lots"), 13, "'lots' is not a size"),
         (
+            TEXT.replace("  activations:", "  activation:"),
+            14,
+            "unknown line 'activation': expected",
+        ),
+        (
             TEXT.replace("        activations", "        parameters"),
             14,
             "'parameters' is here twice",

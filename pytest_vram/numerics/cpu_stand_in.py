@@ -317,6 +317,9 @@ def _patch_cuda(held: Patches, card: CardOfAnswers) -> None:
     torch_cuda.speak_for(held, card)
     held.replace(torch.cuda, CUDAGraph=_NoGraph)
     held.replace(torch.cuda.graphs, CUDAGraph=_NoGraph)
+    # A build with cuDNN would lay out the weights of an RNN, which look like CUDA's, with it
+    # (torch/nn/modules/rnn.py, flatten_parameters); they lie on the CPU.
+    held.replace(torch, _use_cudnn_rnn_flatten_weight=lambda: False)
     # Its arguments are parsed before any mode is asked.
     held.set(Tensor, "record_stream", lambda *args: None)
 

@@ -162,6 +162,8 @@ def test_a_run_with_workers_leaves_nothing_else(cheap: CheapProject) -> None:
 INTERRUPTS = """
 import os, signal
 replace = os.replace
+# A suite that runs in a shell's background ignores SIGINT, and so would what it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def interrupted(source, target):
     replace(source, target)

@@ -180,11 +180,11 @@ class TestU(unittest.TestCase):
     result.stdout.fnmatch_lines(
         [
             f"VRAM not checked: fixture 'model' (test_a.py:{line}, module scope) used CUDA before "
-            "the passes of the test, and this machine has none (AssertionError: Torch not compiled "
-            "with CUDA enabled); give it function scope (such fixtures are set up inside every "
-            "pass), or build on the CPU there and move to vram.device in the test",
+            "the passes of the test, and this machine has none (*Error: *); give it function scope "
+            "(such fixtures are set up inside every pass), or build on the CPU there and move to "
+            "vram.device in the test",
             "VRAM not checked: setUpClass of TestU used CUDA before the passes of the test, and "
-            "this machine has none (AssertionError: Torch not compiled with CUDA enabled); do that "
+            "this machine has none (*Error: *); do that "
             "in setUp or setup_method, which run inside every pass, or build on the CPU there and "
             "move to vram.device in the test",
         ]

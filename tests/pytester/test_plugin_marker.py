@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from projects import Project, outcomes
 
@@ -371,7 +373,10 @@ def test_without_marked_tests_nothing_is_imported_said_or_written(project: Proje
 
 
 @pytest.mark.parametrize("argument", ["--collect-only", "--help", "--markers", "--version"])
-def test_looking_around_creates_nothing(project: Project, argument: str) -> None:
+def test_looking_around_creates_nothing(
+    project: Project, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # pytest's own __pycache__
     project.write(f"{BUDGET}(1)\ndef test_x(vram): pass\n")
     result = project.run(argument, "--vram-update", "-p", "no:cacheprovider")
     assert result.ret == 0
