@@ -53,7 +53,7 @@ def load(text: str) -> Tests:
 
 # ---- the fast way: only what dump() writes
 
-_TAIL = r'(?:[!-9;-~]|:(?=[!-~])| (?=[!"$-~]))*'
+_TAIL = r'(?:[!-9;-~]|:(?=[!-~])| (?=[!"$-9;-~]))*'
 _WORD = rf"[A-Za-z_]{_TAIL}"
 _VERSION = rf"[0-9]+\.[0-9]+\.{_TAIL}"
 _INTEGER = r"0|[1-9][0-9]*"

@@ -188,6 +188,12 @@ def test_the_fast_reader_agrees_with_yaml_on_damaged_files(new: str, at: int, cu
         assert baseline_text._load_any(text) == fast
 
 
+def test_the_fast_reader_leaves_a_blank_before_the_colon_to_yaml() -> None:
+    text = TEXT.replace("        cuda:", "        cuda :")
+    assert baseline_text._load_canonical(text) is None
+    assert load(text) == load(TEXT)
+
+
 @pytest.mark.parametrize("length", [100, 129, 300, 900, 1200])
 def test_long_names_are_plain_keys_as_far_as_yaml_takes_them(length: int) -> None:
     for name in (f"test[{'y' * length}]", f"test[{'y' * length}: 'é'\n]"):
