@@ -26,7 +26,7 @@ from pytest_vram.sim import (  # noqa: F401  (fastpath, sampling, sparse: their 
 )
 from pytest_vram.sim.autocast import operators, register_kernel
 from pytest_vram.sim.handlers import HANDLERS
-from pytest_vram.sim.kernels import attention, batchnorm, rnn
+from pytest_vram.sim.kernels import attention, batchnorm, rnn, rnn_cudnn
 from pytest_vram.sim.tensors import CUDA
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def replacements(simulation: Any) -> dict[str, Callable[..., Any]]:
         "log_softmax.int": functools.partial(_softmax, aten._log_softmax.default),
         "linear": functools.partial(_linear, simulation.mode),
         "batch_norm": batchnorm.batch_norm,
-        "_cudnn_rnn_flatten_weight": rnn.flatten_weight,
+        "_cudnn_rnn_flatten_weight": rnn_cudnn.flatten_weight,
         **rnn.composites(simulation.card),
         **shapes.COMPOSITES,
         "_scaled_dot_product_attention_math": functools.partial(_math_attention, simulation.mode),
