@@ -10,18 +10,22 @@ from types import TracebackType
 from typing import Any
 
 from pytest_vram.findings import Finding
+from pytest_vram.numerics.accumulation import AccumulationWatch
 from pytest_vram.numerics.cpu_stand_in import CpuStandIn, on_the_cpu
 from pytest_vram.numerics.diagnosis import Birth, Diagnosis
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import LOOK_AT_DATA, FiniteWatch, read_loss
 from pytest_vram.numerics.probes import Probes
 from pytest_vram.numerics.ranges import RangeWatch, VanishingInfinities
+from pytest_vram.numerics.regions import RegionWatch
 from pytest_vram.numerics.remedies import remedy
 from pytest_vram.numerics.scaler import ScalerHistory, ScalerWatch, judge
+from pytest_vram.numerics.scaler_calls import ScalerCalls
 from pytest_vram.numerics.silent import SilentWatch
 from pytest_vram.numerics.training_checks import TrainingChecks, matches
 from pytest_vram.numerics.training_watch import TrainingWatch
 from pytest_vram.numerics.unheld import UnheldWatch
+from pytest_vram.numerics.units import UnitWatch
 from pytest_vram.numerics.wiring import WiringWatch
 
 __all__ = ["CpuStandIn", "ScalerHistory", "Watch"]
@@ -42,7 +46,9 @@ class Watch:
         self.values = values
         self._loop = Loop(values)
         self._finite = FiniteWatch(self._loop, values)
-        self._wiring = WiringWatch(self._loop, values)
+        calls = ScalerCalls()
+        #: Of the order of calls, whoever noticed: key -> finding.
+        self._wiring: dict[str, Finding] = {}
         self._training = TrainingWatch(self._loop, values, self._finite.losses)
         self._unheld = UnheldWatch(self._loop)
         self._ranges = RangeWatch(self._loop, values)
@@ -56,7 +62,11 @@ class Watch:
         # The loop first: the others ask it what was known until now.
         self._probes.listeners = (
             self._loop,
-            self._wiring,
+            calls,
+            UnitWatch(self._loop, self._wiring, calls, values),
+            WiringWatch(self._loop, self._wiring, calls),
+            AccumulationWatch(self._loop, self._wiring),
+            RegionWatch(self._loop, self._wiring),
             self._scaler,
             self._finite,
             self._training,
@@ -144,7 +154,7 @@ class Watch:
         at_one = replay.finite_gradients if replay is not None and self.scaler.used else None
         patterns = _patterns(budget)
         found = [
-            *self._wiring.found.values(),
+            *self._wiring.values(),
             *judge(self.scaler, warmup, allowed, at_one, *self._operator(birth)),
             *(_diagnosed(finding, birth) for finding in self._first_not_finite()),
             *TrainingChecks(self._training).findings(
@@ -180,13 +190,15 @@ class Watch:
     def _explained(self) -> set[str]:
         """What a parameter without gradient would be told for, that other findings say better."""
         replaced = any(one.why == "late" for one in self._unheld.unheld)
-        return self._wiring.explained() | ({"unknown"} if replaced else set())
+        causes = [self._wiring.get(key) for key in ("reentrant", "no gradients")]
+        named = [set(one.data.get("parameters", ())) for one in causes if one is not None]
+        return set().union(*named, {"unknown"} if replaced else ())
 
     def _first_not_finite(self) -> list[Finding]:
         """The first that was noticed, the rest followed from it; nothing where a step went around
         the scaler, which would have rejected it."""
         first = [*self._finite.found.items()][:1]
-        bypassed = {"second step", "scaled step"} & self._wiring.found.keys()
+        bypassed = {"second step", "scaled step"} & self._wiring.keys()
         return [found for key, found in first if key == "loss" or not bypassed]
 
     # ---- as a replay

@@ -86,3 +86,10 @@ def _defined(function: Any) -> str:
     code = getattr(function.__dict__.get("backward"), "__func__", None)
     code = getattr(code, "__code__", None)
     return describe(code, code.co_firstlineno) if code is not None else ""
+
+
+def below_scaling(node: Any) -> Any:
+    """The node under the scaler's multiplication: the loss itself."""
+    if node is not None and node.name().startswith("MulBackward"):
+        return node.next_functions[0][0]
+    return None

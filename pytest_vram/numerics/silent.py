@@ -14,9 +14,9 @@ from pytest_vram.findings import Finding
 from pytest_vram.frames import user_line
 from pytest_vram.numerics.events import Backward, Listener, Update
 from pytest_vram.numerics.loop import Loop
+from pytest_vram.numerics.loss_graph import below_scaling
 from pytest_vram.numerics.names import listed
 from pytest_vram.numerics.probes import held_as
-from pytest_vram.numerics.wiring import below_scaling
 
 
 class SilentWatch(Listener):
