@@ -99,6 +99,9 @@ def _kind(name: str, filename: str, line: int) -> tuple[str, str]:
         operator = operators().get(match[1], "")
         if not operator or _is_composite(operator):
             return "", ""
+        if operator == "aten::_cudnn_init_dropout_state":
+            # Once per device, for good (DropoutState in ATen/native/cudnn/RNN.cpp).
+            return "workspace", "cudnn dropout state"
         return "operator", operator.partition(".")[0]
     function = name.partition("(")[0]
     if function in _WORKSPACES:

@@ -135,6 +135,7 @@ class CudnnCall:
             card.memo[key] = torch.empty(state.likely, dtype=torch.uint8, device=self.source.device)
             mode = getattr(self.source, "fake_mode", None)
             if mode is not None:
+                mode.ledger.label(card.memo[key], "workspace", key)
                 mode.ledger.uncertain(card.memo[key], state.span)
         made: Tensor = card.memo[key]
         return made
