@@ -13,6 +13,8 @@ from pytest_vram.findings import Finding
 from pytest_vram.numerics.accumulation import AccumulationWatch
 from pytest_vram.numerics.cpu_stand_in import CpuStandIn, on_the_cpu
 from pytest_vram.numerics.diagnosis import Birth, Diagnosis
+from pytest_vram.numerics.functions import Functions
+from pytest_vram.numerics.handwritten import HandWrittenWatch
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import LOOK_AT_DATA, FiniteWatch, read_loss
 from pytest_vram.numerics.probes import Probes
@@ -49,6 +51,7 @@ class Watch:
         calls = ScalerCalls()
         #: Of the order of calls, whoever noticed: key -> finding.
         self._wiring: dict[str, Finding] = {}
+        self._handwritten = HandWrittenWatch(self._loop, self._wiring, calls, values)
         self._training = TrainingWatch(self._loop, values, self._finite.losses)
         self._unheld = UnheldWatch(self._loop)
         self._ranges = RangeWatch(self._loop, values)
@@ -64,6 +67,7 @@ class Watch:
             self._loop,
             calls,
             UnitWatch(self._loop, self._wiring, calls, values),
+            self._handwritten,
             WiringWatch(self._loop, self._wiring, calls),
             AccumulationWatch(self._loop, self._wiring),
             RegionWatch(self._loop, self._wiring),
@@ -74,7 +78,7 @@ class Watch:
             self._ranges,
             self._silent,
         )
-        self._vanishing: VanishingInfinities | None = None
+        self._vanishing = VanishingInfinities()
         self._stack = ExitStack()
         self._remarks: tuple[str, ...] = ()
 
@@ -83,7 +87,8 @@ class Watch:
             self._finite.check.prepare()
         self._stack.enter_context(self._probes)
         if self.values and on_the_cpu():
-            self._vanishing = self._stack.enter_context(VanishingInfinities(self._probes))
+            sights = (self._vanishing, self._handwritten)
+            self._stack.enter_context(Functions(self._probes, sights))
         if self._diagnosis is not None:
             self._stack.enter_context(self._diagnosis)
         return self
@@ -184,7 +189,7 @@ class Watch:
         """What leaves everything finite; near misses only where nothing was hit."""
         hit = bool(self._finite.found) or bool(self.scaler.skipped == len(self.scaler.steps) > 0)
         near = [] if hit else self._ranges.findings()
-        gone = self._vanishing.found if self._vanishing is not None and not hit else []
+        gone = [] if hit else self._vanishing.found
         return [*self._silent.found.values(), *near, *gone]
 
     def _explained(self) -> set[str]:

@@ -63,6 +63,8 @@ class Birth:
         if self.origin is not None:
             tail = f": {self.detail}" if self.detail else ""
             return f"{self.origin.text()}; then {head} made {self.what} of it{tail}"
+        if self.operator in _INTENDED and not self.backward:
+            return f"{head} wrote {self.what}; {self.detail}"
         parts = [f"{head} made {self.what}" + ("" if self.cause else " out of finite inputs")]
         return "; ".join([*parts, *filter(None, (self.detail, self.cause))])
 
@@ -90,6 +92,7 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refused: list[str] = []
         self._handles: list[Any] = []
         self._until: int | None = None
+        self._carried: Birth | None = None  # an inf that was written on purpose, and went on
 
     # ---- life
 
@@ -190,6 +193,9 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
             birth = maker or self._birth(name, args, output, made, node, data=True, what=before)
             if maker is None:
                 self.births.append(birth)
+            elif maker.intended and node is None and self._until is None:
+                reached = f"it reaches the loss at {user_line()}"
+                self._carried = replace(maker, detail=reached, intended=False)
         else:
             birth = self._birth(name, args, output, made, node)
             if before and maker is not None and not maker.intended:
@@ -248,6 +254,8 @@ class Diagnosis(TorchDispatchMode):  # type: ignore[no-untyped-call]
             backward = [birth for birth in births if birth.backward]
             return backward[0] if backward else (births[0] if births else None)
         forward = [birth for birth in births if not birth.backward]
+        if bad_loss and not births:
+            return self._carried
         nan = [birth for birth in forward if birth.what == "NaN"]
         if nan and (bad_loss is None or forward[0].what != "NaN"):
             # An inf that came first matters only if the NaN came of it; then it is its cause.

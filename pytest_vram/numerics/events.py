@@ -34,6 +34,7 @@ class Update:
     applied: bool = False
     failed: bool = False  #: the scaler raised
     closure: bool = False
+    nested: bool = False  #: inside another optimizer's step, which wraps it
 
 
 @dataclass(slots=True)
@@ -85,6 +86,9 @@ class Listener:
     def update_ends(self, update: Update) -> None: ...
 
     def gradients_zeroed(self, parameters: list[Tensor], line: str) -> None: ...
+
+    def unscale_begins(self, call: ScalerCall) -> None:
+        """Before ``unscale_`` divides the gradients."""
 
     def scaler_called(self, call: ScalerCall) -> None:
         """After the call returned or raised."""

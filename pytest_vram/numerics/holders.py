@@ -127,7 +127,8 @@ def _named_values(frame: FrameType) -> Iterator[tuple[str, Any]]:
     for name, value in local_variables(frame).items():
         yield name, value
         own = None if is_a(value, (type, *_PLAIN, Tensor)) else getattr(value, "__dict__", None)
-        if type(own) is dict and len(own) < 100 and not type(value).__module__.startswith("torch."):
+        foreign = type(value).__module__.startswith("torch.") and not is_a(value, nn.Module)
+        if type(own) is dict and len(own) < 100 and not foreign:
             for attribute, inner in list(own.items()):
                 if not attribute.startswith("_"):
                     yield f"{name}.{attribute}", inner
@@ -153,6 +154,44 @@ def _oldest(nodes: set[Any]) -> int:
     """AccumulateGrad nodes belong to parameters and count from the other end."""
     numbers = (_number(node) for node in nodes if not hasattr(node, "variable"))
     return min(numbers, default=1 << 62)
+
+
+# ---- hooks
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Functions that run when ``module`` runs, or when its parameters get a gradient."""
+    found: list[Any] = []
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        found += getattr(module, name).values()
+    for parameter in module._parameters.values():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            found += (getattr(parameter, name, None) or {}).values()
+    return found
+
+
+def refers_to_itself(parameter: Tensor) -> bool:
+    """Whether a hook of ``parameter`` leads back to it."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    front, seen = list((hooks or {}).values()), set[int]()
+    while front and len(seen) < _MOST_OBJECTS:
+        one = front.pop()
+        if one is parameter:
+            return True
+        if id(one) in seen or is_a(one, (type, str, bytes, int, float, ModuleType, FrameType)):
+            continue
+        seen.add(id(one))
+        if is_a(one, FunctionType):  # not its globals: all of the file
+            front += [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+        else:
+            front += gc.get_referents(one)
+    return False
+
+
+def describe_function(function: Any) -> str:
+    """``hook (train.py:41)``."""
+    target = getattr(function, "__func__", getattr(function, "func", function))
+    return f"{getattr(target, '__name__', type(target).__name__)} ({_defined_at(target)})"
 
 
 # ---- containers

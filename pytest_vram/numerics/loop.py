@@ -11,6 +11,15 @@ from torch import Tensor, nn
 
 from pytest_vram.numerics.events import Backward, Listener, ScalerCall, Update
 from pytest_vram.numerics.names import NameBook, listed, optimizer_parameters
+from pytest_vram.numerics.samples import piece
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Two backward passes that added to one gradient, and the loss scale of each."""
+
+    scales: tuple[float, float]
+    lines: tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -20,9 +29,14 @@ class GradientState:
     parameter: weakref.ref[Tensor]
     scale: float = 1.0  #: factor that the gradient still carries
     produced: float = 1.0  #: the loss scale when backward produced it
+    made_at: str = ""  #: line of the last backward that added to it
+    made_as: int = 0  #: identity of the gradient that it left
+    scaler: weakref.ref[Any] | None = None  #: that multiplied the loss of this backward
+    mixed: Mixed | None = None  #: not yet used parts of it are in different units
     unscaled_at: str = ""  #: line of the unscale_ that divided it
     applied: bool = False  #: an optimizer has used it since the last backward
     applied_as: tuple[int, int] = (0, -1)  #: identity and version of the gradient that was used
+    applied_at: tuple[weakref.ref[Any], str] | None = None  #: the optimizer and its line
     ever: bool = False  #: a backward has reached this parameter
     contributions: int = 0  #: backward passes since it was last empty or applied
     stacked_at: str = ""  #: line of a backward that added to a gradient already used
@@ -214,11 +228,24 @@ class Loop(Listener):
     def backward_begins(self, call: Backward) -> None:
         self.backwards += 1
         self.scaled |= call.scaler is not None
+        if self.values:
+            self._zeroed_by_hand()
         self._before = {
             id(p): (id(p.grad), version(p.grad))
             for p in self.parameters()
             if p.is_leaf and p.grad is not None
         }
+
+    def _zeroed_by_hand(self) -> None:
+        """``p.grad.data.zero_()`` leaves no trace but the values."""
+        for state in self.gradients.values():
+            parameter = state.parameter() if state.applied else None
+            if parameter is None or parameter.grad is None or not state.used_up():
+                continue
+            some = piece(parameter.grad)
+            if some is None or some.any():
+                return  # nobody clears them
+            state.scale, state.applied, state.unscaled_at = 1.0, False, ""
 
     def backward_step(self) -> int:
         """The step that a backward belongs to. Which optimizer steps next is not known yet: once
@@ -239,15 +266,20 @@ class Loop(Listener):
             if grad is None or (id(grad), version(grad)) == self._before.get(id(parameter)):
                 continue
             state = self.state(parameter)
-            if id(parameter) not in self._before:
-                state.stacked_at = ""
+            if id(parameter) not in self._before:  # it was empty, perhaps set to None by hand
+                state.stacked_at, state.contributions, state.mixed = "", 0, None
             elif state.applied and state.applied_as == _fingerprint(grad, -1):
                 state.stacked_at = call.line
             self.reached.append(Reached(state, replace(state)))
+            if state.contributions and not state.unscaled_at and state.produced != call.scale:
+                both = (state.produced, call.scale), (state.made_at, call.line)
+                state.mixed = state.mixed or Mixed(*both)
             state.ever, state.applied, state.unscaled_at = True, False, ""
             state.contributions += 1
             state.discarded_at = ""
             state.scale = state.produced = call.scale
+            state.made_at, state.made_as = call.line, id(grad)
+            state.scaler = weakref.ref(call.scaler) if call.scaler is not None else None
         for record in self.optimizers.values():
             record.waiting = True
 
@@ -269,7 +301,7 @@ class Loop(Listener):
                 if state.contributions:
                     state.discarded_at = line
                 state.scale, state.applied, state.unscaled_at = 1.0, False, ""
-                state.contributions, state.stacked_at = 0, ""
+                state.contributions, state.stacked_at, state.mixed = 0, "", None
 
     def update_begins(self, update: Update) -> None:
         record = self.record(update.optimizer)
@@ -296,8 +328,10 @@ class Loop(Listener):
             state = self.state(parameter)
             if update.scaler is not None:
                 state.scale = 1.0
-            state.applied, state.contributions = True, 0
+            state.applied, state.contributions, state.mixed = True, 0, None
             state.applied_as = _fingerprint(grad)
+            used = (weakref.ref(update.optimizer), update.line) if update.applied else None
+            state.applied_at = used
 
 
 def autocast_dtype() -> torch.dtype | None:

@@ -38,14 +38,17 @@ def judge(
     simulation's choices of attention kernels (``Simulation.attention``)."""
     lives = Lives(trace)
     wasted = evaluation(lives, observed)
+    leaking = leaks(lives, observed, growth)
     found = [
-        *leaks(lives, observed, growth),
+        *leaking,
         *wasted,
         # What an evaluation keeps follows from its graphs.
         *(one for one in survivors(lives, observed) if not wasted or "variables" not in one.data),
         *kept_graphs(lives, observed),
         *checkpointing(lives, observed),
-        *old_gradients(lives, observed),
+        *growing_hooks(observed),
+        # What a leak keeps (models of earlier trials) has its gradients, too.
+        *([] if leaking else old_gradients(lives, observed)),
         *loaded_twice(observed),
         *fragmentation(lives),
         *math_attention(lives, attention),
@@ -247,7 +250,11 @@ def survivors(lives: Lives, observed: Observed) -> list[Finding]:
     """Tensors of a finished step that are alive when the next one begins: peak or not, they are
     in the way of everything that runs between steps."""
     found = []
-    attributes = [h for h in observed.holders if h.who.startswith("attribute")]
+    # What an attribute holds from step to step was kept on purpose: a cache.
+    caches = {h.who for h in observed.holders if h.kept}
+    attributes = [
+        h for h in observed.holders if h.who.startswith("attribute") and h.who not in caches
+    ]
     variables = [h for h in observed.holders if h.who.startswith("variable")]
     # Every loop variable survives its step: worth a word only where it is a good part of it all.
     for holders, maker, share in ((attributes, _attributes, 20), (variables, _variables, 10)):
@@ -416,6 +423,20 @@ def checkpointing(lives: Lives, observed: Observed) -> list[Finding]:
                 activations=held,
             )
         ]
+    if observed.flags_in_eval and not observed.flags and not observed.checkpoints:
+        where, line = next(iter(observed.flags_in_eval.items()))
+        return [
+            _cause(
+                "fail",
+                f"checkpointing was requested ({where}), but the model is trained in eval mode "
+                f"(forward at {line}), in which blocks leave it out: 0 operators were recomputed "
+                "in backward",
+                hint="call model.train() before training (from_pretrained returns a model in eval "
+                "mode)",
+                flags=list(observed.flags_in_eval),
+                activations=lives.bill_at_peak("activations"),
+            )
+        ]
     return _one_segment(lives, observed, recomputed)
 
 
@@ -445,6 +466,26 @@ def _one_segment(lives: Lives, observed: Observed, recomputed: list[Life]) -> li
             activations=held,
         )
     ]
+
+
+# ---- hooks
+
+
+def growing_hooks(observed: Observed) -> list[Finding]:
+    found = []
+    for hooked in observed.hooks[:1]:
+        more = f" and of {len(observed.hooks) - 1} more modules" if len(observed.hooks) > 1 else ""
+        found.append(
+            _cause(
+                "warn",
+                f"hooks of module {hooked.module}{more} grow with every step "
+                f"({', '.join(map(str, hooked.counts))}): {hooked.hook} is registered again and "
+                "again and never removed; each runs in every forward and keeps what it refers to",
+                hint="register it once, or call handle.remove() on what register_..._hook returned",
+                hooks=list(hooked.counts),
+            )
+        )
+    return found
 
 
 # ---- gradients and states
@@ -633,6 +674,7 @@ def with_causes(
             break
     if observed.creates:
         told = [_with_double_backward(finding, observed.creates) for finding in told]
+    told = [_with_hooks(finding, observed.held_by_hooks, growth) for finding in told]
     if leak is not None:  # what a leak keeps also survives each step
         causes = [cause for cause in causes if not _same_holder(cause, leak)]
     for number, finding in enumerate(told):
@@ -658,6 +700,23 @@ def _with_double_backward(finding: Finding, line: str) -> Finding:
     cause = f"cause: backward(create_graph=True) at {line}: parameter and .grad refer to each other"
     hint = "use torch.autograd.grad(..., create_graph=True), or set .grad = None after the step"
     return replace(finding, details=(cause, *finding.details), hint=hint)
+
+
+def _with_hooks(finding: Finding, held: int, growth: int) -> Finding:
+    """A parameter whose post-accumulate hook refers to it (the optimizer step in backward): the
+    hook is kept in C++, where Python's collector does not look (torch/csrc/autograd/python_variable
+    .cpp, 2.6 to 2.14). Each model is one such cycle; the loop does not grow by it."""
+    if finding.kind != "leak" or "held" not in finding.data or not held:
+        return finding
+    cause = (
+        "cause: parameters have a post-accumulate-grad hook that refers to them, a cycle that "
+        f"Python's collector does not see: {format_bytes(held)}"
+    )
+    hint = "keep what register_post_accumulate_grad_hook returned, and call remove() on it"
+    explains = finding.data["bytes"] - held <= growth
+    severity: Severity = "note" if explains else finding.severity
+    details = (cause, *finding.details)
+    return replace(finding, severity=severity, details=details, hint=hint)
 
 
 def _explained(finding: Finding, notes: Sequence[Finding]) -> Finding:

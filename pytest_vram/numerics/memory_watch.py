@@ -26,9 +26,12 @@ from pytest_vram.numerics.holders import (
     Container,
     Graph,
     containers,
+    describe_function,
     direct_tensors,
     graphs,
+    hooks_of,
     is_a,
+    refers_to_itself,
     variables,
 )
 from pytest_vram.numerics.loop import Loop
@@ -51,6 +54,7 @@ class Holder:
     size: int
     repetition: int
     allocation: int = -1  #: index in the Trace, where the recorder knows it
+    kept: bool = False  #: the same tensor was held at an earlier look: a cache, no leftover
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,15 @@ class Growing:
 
     def __str__(self) -> str:
         return f"{self.who} ({self.first} -> {self.last} tensors)"
+
+
+@dataclass(frozen=True, slots=True)
+class Hooked:
+    """A module that had more hooks at every look."""
+
+    module: str
+    counts: tuple[int, ...]
+    hook: str  #: the last one, and where it is defined
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,9 @@ class Observed:
     containers: list[Growing] = field(default_factory=list)
     backwards: int = 0
     flags: list[str] = field(default_factory=list)
+    flags_in_eval: dict[str, str] = field(default_factory=dict)  #: of modules in eval mode, line
+    hooks: list[Hooked] = field(default_factory=list)
+    held_by_hooks: int = 0  #: bytes of parameters to which their own hooks refer
     checkpoints: list[tuple[str, int]] = field(default_factory=list)  #: (line, backwards so far)
     no_grad_autocast: str = ""
     parameters: list[ParameterSize] = field(default_factory=list)
@@ -143,6 +159,8 @@ class MemoryWatch(Listener):
         self._graphs: dict[str, list[Graph]] = {}
         self._newest = 0  # number of the newest node at the last look
         self._containers: dict[str, list[Container]] = {}
+        self._hooks: dict[str, list[tuple[int, str]]] = {}  # module -> hooks at each look
+        self._held: dict[int, weakref.ref[Tensor]] = {}  # by modules, at the looks so far
         self._states: list[tuple[str, list[weakref.ref[Tensor]]]] = []
         self._described = False
         self._eval_line = ""
@@ -168,6 +186,12 @@ class MemoryWatch(Listener):
         self._settle_eval()
         self._read_graphs()
         self._read_containers()
+        self._read_hooks()
+        self.observed.held_by_hooks = sum(
+            p.numel() * p.element_size() * (1 + (p.grad is not None))
+            for p in self._loop.parameters()
+            if refers_to_itself(p)
+        )
 
     def _read_graphs(self) -> None:
         """Those that come out of themselves first, then those made first: what was made of them
@@ -187,6 +211,11 @@ class MemoryWatch(Listener):
             looks
             for looks in self._containers.values()
             if _grows([look.tensors for look in looks], looks=2)
+        ] or [
+            # A model per trial of several steps: it need not gain at every look.
+            looks
+            for looks in self._containers.values()
+            if _climbs([look.tensors for look in looks])
         ]
         growing.sort(key=lambda seen: (seen[0].tensors - seen[-1].tensors, -seen[-1].depth))
         self.observed.containers = [
@@ -298,6 +327,8 @@ class MemoryWatch(Listener):
         self.observed.holders.clear()
         self._graphs.clear()
         self._containers.clear()
+        self._hooks.clear()
+        self._held.clear()
 
     def backward_ends(self, call: Backward) -> None:
         self._after_backward = True
@@ -307,6 +338,7 @@ class MemoryWatch(Listener):
     def _look_at_holders(self, number: int) -> None:
         known = {id(p) for p in self._loop.parameters()}
         holders = [*variables(known), *self._attributes(known)]
+        before, self._held = self._held, {id(t): weakref.ref(t) for _, t in holders}
         for who, tensor in holders:
             self.observed.holders.append(
                 Holder(
@@ -316,6 +348,7 @@ class MemoryWatch(Listener):
                     tensor.numel() * tensor.element_size(),
                     number,
                     self._allocation_of(tensor),
+                    id(tensor) in before and before[id(tensor)]() is tensor,
                 )
             )
         for graph in (found := graphs(self._newest)):
@@ -327,7 +360,23 @@ class MemoryWatch(Listener):
         if number >= 3 and alive[-1] - alive[-2] > SUSPICIOUS:
             for container in containers():
                 self._containers.setdefault(container.who, []).append(container)
+        self._count_hooks()
         self._states_alive()
+
+    def _count_hooks(self) -> None:
+        """Of modules and of their parameters."""
+        for root in self._loop.names.roots():
+            for path, module in root.named_modules():
+                hooks = hooks_of(module)
+                if hooks or path in self._hooks:
+                    looks = self._hooks.setdefault(path or type(module).__name__, [])
+                    looks.append((len(hooks), describe_function(hooks[-1]) if hooks else ""))
+
+    def _read_hooks(self) -> None:
+        for name, looks in self._hooks.items():
+            counts = tuple(count for count, _ in looks)
+            if _grows(list(counts), looks=3):
+                self.observed.hooks.append(Hooked(name, counts, looks[-1][1]))
 
     def _attributes(self, known: set[int]) -> Iterator[tuple[str, Tensor]]:
         """Tensors in a module's ``__dict__`` that are neither parameters nor buffers."""
@@ -360,10 +409,13 @@ class MemoryWatch(Listener):
             return
         for path, inner in module.named_modules():
             for flag in _FLAGS:
-                if inner.__dict__.get(flag) is True and inner.training:
-                    where = f"{flag} of {path or type(inner).__name__}"
-                    if where not in self.observed.flags:
-                        self.observed.flags.append(where)
+                if inner.__dict__.get(flag) is not True:
+                    continue
+                where = f"{flag} of {path or type(inner).__name__}"
+                if inner.training and where not in self.observed.flags:
+                    self.observed.flags.append(where)
+                elif not inner.training and _waits_for_backward(inner):
+                    self.observed.flags_in_eval.setdefault(where, user_line())
 
     def _describe(self) -> None:
         names = self._loop.names
@@ -409,6 +461,10 @@ class MemoryWatch(Listener):
                 self.observed.loaded.append((line, size))
 
 
+def _waits_for_backward(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
 def _keeps_growing(alive: list[int]) -> bool:
     growths = [after - before for before, after in pairwise(alive[-3:])]
     return len(growths) == 2 and min(growths) > SUSPICIOUS
@@ -426,6 +482,10 @@ def _widest_graph() -> GraphHolder | None:
 
 def _grows(sizes: list[int], looks: int) -> bool:
     return len(sizes) >= looks and all(b > a for a, b in pairwise(sizes))
+
+
+def _climbs(sizes: list[int]) -> bool:
+    return len(sizes) >= 3 and sizes[-1] > sizes[0] and all(b >= a for a, b in pairwise(sizes))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -307,6 +307,8 @@ class Probes:
         call.explicit = kind == "update" and bool(args or kwargs.get("new_scale") is not None)
         if kind in ("unscale_", "step"):
             call.optimizer = optimizer
+        if kind == "unscale_":
+            self._tell("unscale_begins", call)
         update = None
         if kind == "step":
             closure = any(callable(value) for value in (*args[1:], kwargs.get("closure")))
@@ -441,7 +443,8 @@ class Probes:
             update = self._updates[-1]
         else:
             closure = any(callable(value) for value in (*args[1:], kwargs.get("closure")))
-            update = Update(optimizer, user_line(), closure=closure)
+            nested = bool(self._updates)
+            update = Update(optimizer, user_line(), closure=closure, nested=nested)
             self._updates.append(update)
             self._tell("update_begins", update)
         self._tell("gradients_ready", update)

@@ -7,19 +7,18 @@ device memory: in the run on the CPU, never on a card.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from pytest_vram.findings import Finding
 from pytest_vram.frames import user_line
 from pytest_vram.numerics.events import Listener
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.nonfinite import plain_data
-from pytest_vram.numerics.probes import Probes
 
 _END = torch.finfo(torch.float16).max  # 65504
 #: Less than one doubling is left.
@@ -92,29 +91,22 @@ class RangeWatch(Listener):
         ]
 
 
-class VanishingInfinities(TorchFunctionMode):
-    """Context manager for a run on the CPU: divisions by a float16 inf, which give 0.
+class VanishingInfinities:
+    """A sight of :class:`~pytest_vram.numerics.functions.Functions`: divisions by a float16 inf,
+    which give 0.
 
     A norm's sum of squares that overflows becomes ``x * rsqrt(inf) = 0``: the layer's output is 0
     and everything stays finite. Looked at are roots' reciprocals and divisors that are broadcast,
     as a normaliser is; an inf written on purpose (a masked distance) divides its own element.
     """
 
-    def __init__(self, probes: Probes) -> None:
-        super().__init__()
-        self._probes = probes
+    def __init__(self) -> None:
+        self.functions: Collection[Any] = _DIVISIONS
         self.found: list[Finding] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _DIVISIONS and not self.found and not self._probes.telling:
-            with torch._C.DisableTorchFunction():
-                self._judge(func, args, result)
-        return result
-
-    def _judge(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def called(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if self.found:
+            return
         divisor = _divisor(func, args)
         if divisor is None or divisor.dtype is not torch.float16:
             return

@@ -12,6 +12,14 @@ _ROOT = (
     "put an epsilon inside the root, (x.pow(2).sum(-1) + 1e-12).sqrt(): at 0 its derivative is "
     "infinite; torch.where around it does not help, 0 * inf is NaN in backward"
 )
+_NEGATIVE = (
+    "the root of a negative number is NaN: clamp what enters it (x.clamp_min(1e-12)), also where "
+    "torch.where does not take the result"
+)
+_MASKED_CLASS = (
+    "a loss that averages over all classes (label smoothing, a divergence) meets the masked ones: "
+    "mask with a finite value (-1e4), or leave these classes out of the loss"
+)
 _EDGE = "clamp inside the interval, x.clamp(-1 + 1e-6, 1 - 1e-6): at its ends the slope is infinite"
 _SOFTMAX = "mask with a finite value inside the dtype's range and zero the empty rows"
 _ONE_ELEMENT = (
@@ -32,6 +40,7 @@ _CAST = (
 _REMEDIES: dict[str, str] = {
     **dict.fromkeys(("log", "log2", "log10", "log1p", "logit", "xlogy"), _LOG),
     **dict.fromkeys(("sqrt", "rsqrt", "norm", "linalg_vector_norm", "_cdist_forward"), _ROOT),
+    **dict.fromkeys(("masked_fill", "where", "full", "full_like", "index_put"), _MASKED_CLASS),
     **dict.fromkeys(("acos", "asin", "atanh", "acosh"), _EDGE),
     **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), _SOFTMAX),
     **dict.fromkeys(("std", "var", "var_mean", "std_mean"), _ONE_ELEMENT),
@@ -91,6 +100,10 @@ def _of_one(birth: Birth) -> str:
     found = _REMEDIES.get(name, BACKWARD if birth.backward else "")
     if name in _ARITHMETIC and not birth.backward:
         found = _ARITHMETIC[name] if birth.what == "NaN" else _PRODUCT
+    if name == "pow" and birth.what != "NaN" and not birth.backward:
+        found = _PRODUCT
+    if found is _ROOT and birth.what == "NaN" and not birth.backward:
+        found = _NEGATIVE
     if found is _PRODUCT and birth.dtype == "float16":
         return _PRODUCT_HALF
     return found

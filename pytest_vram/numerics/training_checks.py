@@ -40,6 +40,7 @@ class TrainingChecks:
             *self._standing_still(),
             *self._dead_layers(trainable, silent),
             *self._same_loss(),
+            *self._underflow(),
             *self._scheduler_ahead(scaler_skips),
         ]
 
@@ -223,6 +224,26 @@ class TrainingChecks:
                 "the forward does not see the updated parameters: a stale autocast cache (a region "
                 "open across steps), cached casts or outputs, or an optimizer on a copy of it",
                 {"loss": run[0].value, "moved": self._watch.moved},
+            )
+        ]
+
+    def _underflow(self) -> list[Finding]:
+        tiny = sum(count for _, count, _ in self._watch.tiny)
+        total = sum(size for *_, size in self._watch.tiny)
+        if tiny < 0.9 * max(total, 1):  # a part of them is small in any healthy model
+            return []
+        worst = dict.fromkeys(n for n, count, size in self._watch.tiny if count >= 0.9 * size)
+        return [
+            Finding(
+                "scaler",
+                "warn",
+                f"gradients fall below float16's normal numbers: {100 * tiny / total:.0f} % of the "
+                f"elements that are not 0 lie under 6.1e-05 ({listed(worst)}), where digits are "
+                f"lost, and under 6e-08 all; the loss is not scaled (backward at "
+                f"{self._watch.backward_line})",
+                (),
+                "scale the loss with torch.amp.GradScaler, or use bfloat16, which needs none",
+                {"parameters": list(worst), "share": tiny / total},
             )
         ]
 

@@ -17,10 +17,11 @@ from pytest_vram.numerics.loop import Loop, version
 from pytest_vram.numerics.loss_graph import LossGraph, read_graph
 from pytest_vram.numerics.names import listed, optimizer_parameters
 from pytest_vram.numerics.nonfinite import LossValue
+from pytest_vram.numerics.samples import piece, spread
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-#: Elements looked at per parameter: all of a small one, a stretch from the middle of a larger one.
-_SAMPLE_CPU, _SAMPLE_CUDA, _MOST_CUDA = 16_384, 256, 64
+_MOST_CUDA = 64
+_SMALLEST_NORMAL = torch.finfo(torch.float16).tiny  # 6.1e-5; below it digits are lost, then all
 
 
 @dataclass(slots=True)
@@ -76,6 +77,8 @@ class TrainingWatch(Listener):
         self.zero_start = False  # a weight that began at 0, such as LoRA's B
         self.backward_line = ""
         self._graph = LossGraph()  # of the last backward that left a parameter without gradient
+        #: parameter, elements of its gradient below float16's normal numbers, all that are not 0
+        self.tiny: list[tuple[str, int, int]] = []
         self.flat: list[str] = []  # operators without a slope in the first losses
 
     # ---- which parameters have gradients
@@ -176,8 +179,9 @@ class TrainingWatch(Listener):
                     entry.why, entry.twin = "copy", type(other).__name__
 
     def of_a_copy(self) -> bool:
-        """Whether some optimizer's model did not run, but one like it."""
-        return any(entry.why == "copy" for group in self.missing.values() for entry in group)
+        """Whether some optimizer's model did not run, but a copy of it."""
+        reasons = {entry.why for group in self.missing.values() for entry in group}
+        return bool(reasons & {"copy", "unknown"})
 
     def _has_running_sibling(self, module: nn.Module) -> bool:
         """Experts, dropped layers: a module of the same kind under the same list did run
@@ -207,30 +211,39 @@ class TrainingWatch(Listener):
         parameters = optimizer_parameters(update.optimizer)
         self._frozen = {id(p): version(p) for p in parameters if not p.requires_grad}
         if self._values:
-            for parameter in _spread(parameters):
+            for parameter in spread(parameters, _MOST_CUDA):
                 if id(parameter) not in self._samples:
                     self._begin(parameter)
 
     def _begin(self, parameter: Tensor) -> None:
-        piece = _piece(parameter)
-        if piece is not None:
+        begin = piece(parameter)
+        if begin is not None:
             self._samples[id(parameter)] = Sample(
-                weakref.ref(parameter), piece, parameter.dtype in _LOW_PRECISION
+                weakref.ref(parameter), begin, parameter.dtype in _LOW_PRECISION
             )
 
     def gradients_ready(self, update: Update) -> None:
         """Once the gradients are read here they are in the unit that the optimizer uses."""
         if not self._values or not self._due(update):
             return
-        for parameter in _spread(optimizer_parameters(update.optimizer)):
+        for parameter in spread(optimizer_parameters(update.optimizer), _MOST_CUDA):
             sample = self._sample(parameter)
             if sample is None or parameter.grad is None or parameter.grad.is_sparse:
                 continue
-            piece = _piece(parameter.grad)
-            if piece is not None and piece.shape == sample.begin.shape:
-                nonzero = piece != 0
+            some = piece(parameter.grad)
+            if some is not None and some.shape == sample.begin.shape:
+                nonzero = some != 0
+                self._note_tiny(parameter, some[nonzero])
                 old = sample.gradient
                 sample.gradient = nonzero if old is None else old | nonzero
+
+    def _note_tiny(self, parameter: Tensor, values: Tensor) -> None:
+        """Gradients that went through float16 without a loss scale."""
+        loop = self.loop
+        half = loop.autocast_dtype is torch.float16 or parameter.dtype is torch.float16
+        if half and not loop.scaled and parameter.dim() > 1 and values.numel():
+            tiny = int((values.abs() < _SMALLEST_NORMAL).sum())
+            self.tiny.append((loop.names.name(parameter), tiny, values.numel()))
 
     def _sample(self, parameter: Tensor) -> Sample | None:
         sample = self._samples.get(id(parameter))
@@ -256,7 +269,7 @@ class TrainingWatch(Listener):
         rates = _learning_rates(optimizer)
         adaptive = _adaptive(optimizer)
         compare = record.updates > 1 and power_of_two(record.updates)
-        for parameter in _spread(optimizer_parameters(optimizer)):
+        for parameter in spread(optimizer_parameters(optimizer), _MOST_CUDA):
             sample = self._sample(parameter)
             if sample is None:
                 continue
@@ -271,7 +284,7 @@ class TrainingWatch(Listener):
             self._note_dead(optimizer, record.updates)
 
     def _compare(self, parameter: Tensor, sample: Sample) -> None:
-        now = _piece(parameter)
+        now = piece(parameter)
         if now is None or now.shape != sample.begin.shape:
             return
         differs = now != sample.begin
@@ -412,29 +425,6 @@ def _outputs(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _outputs(inner)
-
-
-def _spread(parameters: list[Tensor]) -> list[Tensor]:
-    """On a GPU each sample costs a copy: at most 64 parameters, spread over the model."""
-    if not parameters or parameters[0].device.type != "cuda" or len(parameters) <= _MOST_CUDA:
-        return parameters
-    stride = len(parameters) / _MOST_CUDA
-    return [parameters[int(i * stride)] for i in range(_MOST_CUDA)]
-
-
-def _piece(tensor: Tensor) -> Tensor | None:
-    """Some elements on the CPU. From a GPU a contiguous stretch, which needs no device memory."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_contiguous():
-        return None
-    if tensor.device.type == "meta" or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    if not tensor.dtype.is_floating_point:
-        return None
-    flat = tensor.detach().view(-1)
-    most = _SAMPLE_CUDA if tensor.device.type == "cuda" else _SAMPLE_CPU
-    start = max(0, (flat.numel() - most) // 2)
-    piece = flat[start : start + most]
-    return piece.to("cpu") if tensor.device.type == "cuda" else piece.clone()
 
 
 def _learning_rates(optimizer: Any) -> dict[int, float]:

@@ -81,8 +81,12 @@ class UnheldWatch(Listener):
         self.unheld = list(found.values())
 
     def _unregistered(self, module: nn.Module, name: str) -> str:
-        """``layers[0].weight``: by the plain list or dict of a running model that holds it."""
+        """``layers[0].weight``: by the plain list or dict of a running model that holds it. A
+        parameter that took another's place has its name."""
         for root in self._loop.outermost:
+            for path, inner in root.named_modules():
+                if inner is module:
+                    return f"{path}.{name}" if path else name
             for path, owner in root.named_modules():
                 for attribute, value in vars(owner).items():
                     key = _key_in(value, module)
@@ -155,7 +159,8 @@ _REASONS: dict[str, tuple[str, str]] = {
         "only those",
     ),
     "left out": (
-        "they were left out when it was made",
-        "give them to the optimizer, or freeze them: parameter.requires_grad_(False)",
+        "they were left out when it was made, and nobody uses these gradients",
+        "give them to the optimizer or, where they are not meant to train, save the backward "
+        "through them: requires_grad_(False), or run that part under torch.no_grad()",
     ),
 }

@@ -26,15 +26,56 @@ class UnitWatch(Collector):
     def update_begins(self, update: Update) -> None:
         if update.scaler is None:
             self._beside_the_scaler(update)
+        elif self._mixed_scales(update) or self._foreign_scaler(update):
+            pass
         elif id(update.optimizer) not in self._calls.of(update.scaler).unscaled:
             self._scale_changed(update.optimizer, update.scaler, update.line)
             self._never_scaled(update)
 
+    def _states(self, optimizer: Any) -> list[GradientState]:
+        return [self._loop.state(p) for p in optimizer_parameters(optimizer) if p.grad is not None]
+
+    def _mixed_scales(self, update: Update) -> bool:
+        """One sum of gradients, whose parts were multiplied by different scales."""
+        mixed = [state.mixed for state in self._states(update.optimizer) if state.mixed is not None]
+        if not mixed:
+            return False
+        first, second = mixed[0].scales
+        lines = mixed[0].lines
+        changed = 1.0 not in (first, second)
+        seen = self._calls.of(update.scaler)
+        self._add(
+            "mixed scales",
+            f"the gradients of {self._loop.describe(update.optimizer)} add up backward passes in "
+            f"different units: {_scaled_by(first)} at {lines[0]}, {_scaled_by(second)} at "
+            f"{lines[1]}; scaler.step() at {update.line} divides their sum by one scale",
+            *([f"scaler.update() ran in between at {seen.updated_at}"] if changed else []),
+            hint="call scaler.update() only after scaler.step(), not between micro-batches"
+            if changed
+            else "start every backward from scaler.scale(loss), or add the losses up first",
+            scales=[first, second],
+        )
+        return True
+
+    def _foreign_scaler(self, update: Update) -> bool:
+        """Scaled by one scaler, divided by another."""
+        for state in self._states(update.optimizer):
+            maker = state.scaler() if state.scaler is not None else None
+            if state.contributions and maker is not None and maker is not update.scaler:
+                self._add(
+                    "foreign scaler",
+                    f"{self._loop.describe(update.optimizer)} is stepped through another "
+                    f"GradScaler than the one that scaled its loss: scaled by {state.produced:g} "
+                    f"at {state.made_at}, scaler.step() of the other at {update.line}",
+                    hint="scale, unscale_, step and update belong to one scaler: make it once, "
+                    "before the loop",
+                )
+                return True
+        return False
+
     def _scale_changed(self, optimizer: Any, scaler: Any, line: str) -> None:
         """Gradients are divided by another scale than they were multiplied by."""
-        states = [
-            self._loop.state(p) for p in optimizer_parameters(optimizer) if p.grad is not None
-        ]
+        states = self._states(optimizer)
         now = self._loop_scale(scaler)
         wrong = [state for state in states if state.scale not in (1.0, now)]
         seen = self._calls.of(scaler)
@@ -86,6 +127,8 @@ class UnitWatch(Collector):
         """The scaler divides what was never multiplied."""
         states = [self._loop.state(p) for p in optimizer_parameters(update.optimizer)]
         fresh = [state for state in states if state.contributions]
+        if getattr(update.scaler, "_scale", 1.0) is None:
+            return  # no loss was ever scaled: it refuses, and that is told
         now = self._loop_scale(update.scaler)
         if not fresh or now in (None, 1.0) or any(state.produced != 1.0 for state in fresh):
             return
@@ -107,9 +150,7 @@ class UnitWatch(Collector):
 
     def _beside_the_scaler(self, update: Update) -> None:
         optimizer = update.optimizer
-        states = [
-            self._loop.state(p) for p in optimizer_parameters(optimizer) if p.grad is not None
-        ]
+        states = self._states(optimizer)
         scaled = [state for state in states if state.scale != 1.0]
         record = self._loop.record(optimizer)
         through = self._calls.that_stepped(optimizer)
@@ -200,3 +241,7 @@ class UnitWatch(Collector):
         return "parameters: " + listed(
             self._loop.names.name(p) for p in parameters if p is not None
         )
+
+
+def _scaled_by(scale: float) -> str:
+    return "not scaled" if scale == 1.0 else f"scaled by {scale:g}"

@@ -87,7 +87,8 @@ class WiringWatch(Collector):
             self._add(
                 "never scaled",
                 f"scaler.{call.kind}() at {call.line} before any scaler.scale(loss)",
-                hint="backward must start from scaler.scale(loss)",
+                hint="backward must start from scaler.scale(loss); with Accelerate call "
+                "accelerator.backward(loss)",
             )
 
     def _dtypes(self, call: ScalerCall) -> None:
