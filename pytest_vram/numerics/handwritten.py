@@ -26,7 +26,7 @@ from pytest_vram.numerics.names import listed, optimizer_parameters
 from pytest_vram.numerics.samples import piece, spread
 from pytest_vram.numerics.scaler_calls import ScalerCalls
 
-#: Parameters that are compared on a GPU, and steps that are looked at.
+#: Parameters that are compared on a GPU, and how often gradients are compared.
 _MOST_CUDA, _LOOKS = 4, 8
 #: Relative difference up to which factors and norms are the same: float32's rounding, summed up.
 _SAME = 1e-3
@@ -56,11 +56,12 @@ class HandWrittenWatch(Collector):
         self._wrote = ""  # the function that last wrote into one, and the line
         self._looks: dict[int, list[_Look]] = {}  # of an optimizer
         self._backward = ""
+        self._compared = 0
 
     # ---- from backward to the scaler
 
     def backward_ends(self, call: Backward) -> None:
-        if not self._values or call.scaler is None or len(self._samples) > 10_000:
+        if not self._values or call.scaler is None or self._compared >= _LOOKS:
             return
         self._wrote, self._backward = "", call.line
         parameters = [p for r in self._loop.reached if (p := r.state.parameter()) is not None]
@@ -96,9 +97,10 @@ class HandWrittenWatch(Collector):
             self._compare(update.optimizer, update.line)
 
     def _compare(self, optimizer: Any, line: str) -> None:
-        looks = self._looks.setdefault(id(optimizer), [])
-        if len(looks) >= _LOOKS:
+        if not self._samples:
             return
+        self._compared += 1
+        looks = self._looks.setdefault(id(optimizer), [])
         parameters = [p for p in optimizer_parameters(optimizer) if p.grad is not None]
         scale, factors = 1.0, {}
         for parameter in parameters:
