@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from pytest_vram.bills import settle
 from pytest_vram.commands.common import Problem, bill_name, say, table
 from pytest_vram.ledger import Ledger
 from pytest_vram.observe import Observer
-from pytest_vram.planning.modules import load_module
+from pytest_vram.planning.modules import build, load_module
 from pytest_vram.planning.plan import BILLS, Plan, Setup, make_plan
 from pytest_vram.quantities import format_bytes, format_change, format_percent
 from pytest_vram.sim.profiles import Profile, find_profile
@@ -84,14 +85,19 @@ class Check:
 
 def simulate_setup(model: str | None, setup: Setup, card: Profile | None) -> Check:
     """Simulate the training step that ``setup`` describes with the module that ``model`` names."""
-    if model is None or ":" not in model:
-        raise Problem("--check simulates a live model: give it as module:attribute")
+    file = model is not None and ":" not in model and Path(model).exists()
+    if model is None or not (":" in model or file):
+        raise Problem(
+            "--check simulates a live model: give it as module:attribute, or as a config.json that "
+            "transformers can build"
+        )
     if setup.parallel.ranks > 1 or setup.offload.what or setup.quantisation or setup.lora:
         raise Problem("--check knows one card, no offload, and no adapters")
     if setup.precision.name not in ("fp32", "bf16", "fp16", "bf16-plain", "fp16-plain"):
         raise Problem(f"--check does not know how to train in {setup.precision.name}")
     profile = card or find_profile("a100-80gb")
-    ledger = simulate_training(load_module(model), setup, profile)
+    module = build(Path(model)) if file else load_module(model)
+    ledger = simulate_training(module, setup, profile)
     return Check(make_plan(setup), ledger, profile)
 
 

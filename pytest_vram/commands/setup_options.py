@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pytest_vram.planning.activations import parse_recompute
 from pytest_vram.planning.configs import named, read_config
 from pytest_vram.planning.plan import Offload, Parallel, Setup
 from pytest_vram.planning.published import MODELS
-from pytest_vram.planning.shapes import ModelShape, PlanError, decoder
+from pytest_vram.planning.shapes import ModelShape, PlanError, UnknownFamilyError, decoder
 from pytest_vram.planning.states import (
     OPTIMIZERS,
     PRECISIONS,
@@ -56,9 +57,8 @@ _OPTIONS = (
     click.option(
         "-p",
         "--precision",
-        default="bf16",
-        show_default=True,
-        help="fp32; bf16, fp16 (autocast); *-pure (16-bit with fp32 masters); *-plain; fp8.",
+        help="fp32; bf16, fp16 (autocast); *-pure (16-bit with fp32 masters); *-plain; fp8. "
+        "Default: bf16, and bf16-plain (a 16-bit backbone) with --lora.",
         shell_complete=_names(PRECISIONS),
     ),
     click.option(
@@ -131,6 +131,9 @@ def find_shape(model: str | None, values: Mapping[str, Any]) -> ModelShape:
     if model is None:
         missing = [name for name in ("layers", "hidden", "heads") if not values[name]]
         if missing:
+            if len(missing) < 3:
+                given = "model given by its sizes"
+                raise Problem(f"a {given} needs --{' and --'.join(missing)} too")
             raise Problem(
                 "which model? Give a name (such as llama-3-8b), a config.json, module:attribute, "
                 f"or --{' --'.join(missing)}"
@@ -142,12 +145,42 @@ def find_shape(model: str | None, values: Mapping[str, Any]) -> ModelShape:
             raise Problem(f"{option} describes a model that is given by sizes; {model} has its own")
     path = Path(model)
     if path.exists() or model.endswith(".json"):
-        return read_config(path)
+        return _of_file(path)
     if ":" in model:
         from pytest_vram.planning.modules import from_module, load_module
 
         return from_module(load_module(model))
     return named(model)
+
+
+def _of_file(path: Path) -> ModelShape:
+    """The shape in a configuration file. Where the planner does not know the family, or not all of
+    its parts, transformers builds the model, if it is installed: slower, but exact in what it
+    counts."""
+    shape = unknown = None
+    try:
+        shape = read_config(path)
+        if not (shape.guessed or shape.partial):
+            return shape
+    except UnknownFamilyError as error:
+        unknown = error
+    if (
+        importlib.util.find_spec("transformers") is None
+        or importlib.util.find_spec("torch") is None
+    ):
+        if shape is not None:
+            return shape
+        raise PlanError(f"{unknown}. With transformers installed, it is built and counted")
+    from pytest_vram.planning.modules import build, from_module
+
+    try:
+        return from_module(build(path))
+    except PlanError as error:
+        if shape is not None:
+            return shape
+        raise PlanError(
+            str(error) if str(unknown) in str(error) else f"{unknown}. {error}"
+        ) from None
 
 
 def _explicit(values: Mapping[str, Any]) -> ModelShape:
@@ -200,7 +233,7 @@ def _build(model: str | None, values: Mapping[str, Any], card: Profile | None) -
         batch=values["batch"],
         sequence=values["seq"] or min(1024, shape.positions or 1024),
         accumulation=values["accumulate"],
-        precision=find_precision(values["precision"]),
+        precision=find_precision(values["precision"] or ("bf16-plain" if lora else "bf16")),
         optimizer=find_optimizer(values["optimizer"]),
         step=values["step"],
         attention=values["attention"],

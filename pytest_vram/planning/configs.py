@@ -17,8 +17,8 @@ from pytest_vram.planning.decoders import DECODERS
 from pytest_vram.planning.fields import Config, Fields, changed
 from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.recurrent import RECURRENT
-from pytest_vram.planning.senses import senses
-from pytest_vram.planning.shapes import ModelShape, PlanError
+from pytest_vram.planning.senses import JOINTS, senses
+from pytest_vram.planning.shapes import ModelShape, PlanError, UnknownFamilyError
 from pytest_vram.planning.text_defaults import TEXT_DEFAULTS
 
 FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
@@ -95,7 +95,7 @@ def from_config(config: Config, where: str = "config") -> ModelShape:
             f"Llama's; compare {shape.parameters:,} parameters with what its authors say",
         )
     else:
-        raise PlanError(_unknown(str(kind), where))
+        raise UnknownFamilyError(_unknown(str(kind), where))
     shape = changed(shape, notes=(*shape.notes, *notes))
     shape = _with_senses(shape, whole, where)
     return changed(shape, name=str(whole.get("_name_or_path") or kind))
@@ -120,14 +120,16 @@ def _language_model(config: Config, where: str) -> Config:
 
 def _with_senses(shape: ModelShape, whole: Config, where: str) -> ModelShape:
     """``shape`` with the towers that see or hear beside it counted, or a word on what is not."""
+    kind, inside = whole.get("model_type"), isinstance(whole.get("text_config"), Mapping)
     parts = [name for name, value in whole.items() if name != "text_config" and _is_part(value)]
-    if not parts or "ForCausalLM" in str(whole.get("architectures")):  # the language model alone
+    alone = kind in JOINTS and "ForCausalLM" in str(whole.get("architectures"))
+    if alone or not (parts or inside):
         return shape
     named = " and ".join(_PARTS.get(name, name) for name in sorted(parts))
     weights = senses(whole, where, shape.hidden)
     if weights is None:
-        note = f"planned without its {named}"
-        return changed(shape, notes=(*shape.notes, note))
+        note = f"planned without its {named or f'parts beside text_config, if {kind} has any'}"
+        return changed(shape, notes=(*shape.notes, note), partial=note)
     counted = sum(weight.total for weight in weights)
     note = (
         f"its {named} and projector are counted ({counted:,} parameters), what images or sound "
@@ -192,18 +194,42 @@ def read_config(path: Path) -> ModelShape:
     return changed(shape, name=file.parent.name or shape.name) if path.is_dir() else shape
 
 
+#: Models that were published under another name with the same sizes.
+ALIASES = {
+    "llama-2-7b": "llama-7b",
+    "llama-2-13b": "llama-13b",
+    "llama-3.1-8b": "llama-3-8b",
+    "llama-3.1-70b": "llama-3-70b",
+    "llama-3.3-70b": "llama-3-70b",
+    "mistral-nemo": "mistral-nemo-12b",
+    "gpt2-small": "gpt2",
+}
+#: Words of a published name that say nothing of sizes.
+_SILENT = frozenset(
+    (
+        *("meta", "hf", "instruct", "chat", "it", "pt", "uncased", "cased", "discriminator"),
+        *("4k", "8k", "32k", "128k", "1t", "patch16", "224", "v0.1", "v0.2", "v1.0"),
+    )
+)
+
+
 def named(name: str) -> ModelShape:
-    """A published model by its short name; the error suggests the nearest ones."""
-    key = name.lower()
-    if key not in MODELS:
-        near = difflib.get_close_matches(key, MODELS, n=3, cutoff=0.5)
+    """A published model by its short name, or by the one that it has on the Hugging Face Hub; the
+    error suggests the nearest ones."""
+    last = name.lower().rsplit("/", 1)[-1].replace("_", "-")
+    spare = "-".join(word for word in last.split("-") if word not in _SILENT)
+    tried = [ALIASES.get(form, form) for form in (last, spare)]
+    key = next((form for form in tried if form in MODELS), None)
+    if key is None:
+        near = difflib.get_close_matches(spare, (*MODELS, *ALIASES), n=3, cutoff=0.5)
         some = ("gpt2", "bert-base", "llama-3-8b", "qwen3-8b", "mixtral-8x7b")
         ask = (
             f"did you mean {' or '.join(near)}?"
             if near
             else f"{len(MODELS)} are known, such as {', '.join(some)}"
         )
+        hub = " Nothing is downloaded: of others, give their config.json." if "/" in name else ""
         raise PlanError(
-            f"{name!r} is neither a config.json, a module:attribute nor a known model; {ask}"
+            f"{name!r} is neither a config.json, a module:attribute nor a known model; {ask}{hub}"
         )
     return changed(from_config(MODELS[key], key), name=key)

@@ -8,15 +8,25 @@ carries, else from the block that the model repeats and the linear layers inside
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from pytest_vram.planning.configs import from_config
-from pytest_vram.planning.shapes import Activation, ModelShape, PlanError, Role, Tower, Weight
+from pytest_vram.planning.configs import UNREAD, from_config
+from pytest_vram.planning.shapes import (
+    Activation,
+    ModelShape,
+    PlanError,
+    Role,
+    Tower,
+    UnknownFamilyError,
+    Weight,
+)
 from pytest_vram.planning.states import LORA_NAMES, Lora
 
 if TYPE_CHECKING:
@@ -62,12 +72,119 @@ def from_module(module: nn.Module) -> ModelShape:
     if callable(unwrap := getattr(module, "get_base_model", None)):  # peft
         base = unwrap()
     config: Any = getattr(base, "config", None)
-    if hasattr(config, "to_dict"):
-        raw = {**config.to_dict(), "architectures": [type(base).__name__]}
-        shape = from_config(raw, type(base).__name__)
-    else:
-        shape = _recognise(base)
+    shape = _of_config(base, config.to_dict()) if hasattr(config, "to_dict") else _recognise(base)
     return replace(shape, name=type(base).__name__, counted=tuple(_counted(base)))
+
+
+def _of_config(module: nn.Module, config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a module's configuration describes; that of its blocks where its family is not
+    known or only taken for another."""
+    name, known = type(module).__name__, None
+    try:
+        known = from_config({**config, "architectures": [name]}, name)
+        if not known.guessed:
+            return _whole_of(known)
+    except UnknownFamilyError as error:
+        if config.get("model_type") in UNREAD:
+            raise
+        unknown = error
+    try:
+        _cover(module)
+        shape = _recognise(module)
+    except PlanError as error:
+        if known is not None:
+            said = (
+                f"model_type {config.get('model_type')!r} is not known to the planner: planned as "
+                "if its layers were Llama's; parameters are those of the model that was built"
+            )
+            return _whole_of(replace(known, notes=(said, *known.notes[1:])))
+        raise PlanError(f"{unknown}. Built, {error}") from None
+    note = (
+        f"{config.get('model_type')} has no closed form here: parameters are those of the model "
+        "that was built, layers are read off the blocks that it repeats"
+    )
+    explicit = not getattr(module, "_supports_sdpa", True)
+    causal = any(word in name for word in ("CausalLM", "LMHead"))
+    return replace(
+        shape,
+        recognised=True,
+        notes=(note,),
+        attention="explicit" if explicit else "",
+        upcast=causal,
+    )
+
+
+def _whole_of(shape: ModelShape) -> ModelShape:
+    """``shape`` of a model whose tensors are counted, all of them."""
+    if not shape.partial:
+        return shape
+    notes = tuple(note for note in shape.notes if note != shape.partial)
+    note = "all its parts are counted, activations are those of its language model alone"
+    return replace(shape, notes=(*notes, note), partial="")
+
+
+def build(path: Path) -> nn.Module:
+    """The model that transformers makes of a ``config.json``, on the meta device: no weights, no
+    download, no code but its own.
+
+    :raises PlanError: transformers is not installed, does not know the family, or cannot build it.
+    """
+    import torch
+
+    try:
+        import transformers
+    except ImportError:
+        raise PlanError("transformers, which could build it, is not installed") from None
+    file = path / "config.json" if path.is_dir() else path
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    kind, names = str(raw.get("model_type")), raw.get("architectures") or []
+    if kind not in transformers.CONFIG_MAPPING:
+        raise PlanError(f"transformers {transformers.__version__} does not know {kind!r} either")
+    made = next((cls for name in names if (cls := getattr(transformers, str(name), None))), None)
+    try:
+        config = transformers.CONFIG_MAPPING[kind].from_dict(raw)
+        with torch.device("meta"):
+            auto: Any = transformers.AutoModel
+            module = made(config) if made else auto.from_config(config)
+    except Exception as error:
+        raise PlanError(
+            f"transformers {transformers.__version__} cannot build it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return cast("nn.Module", module)
+
+
+def _cover(module: nn.Module) -> None:
+    """Refuse a model that is not, by and large, the blocks that were recognised.
+
+    :raises PlanError: another stack of layers, or convolutions that are more than an embedding of
+        patches: what these keep is not in the plan.
+    """
+    import torch
+
+    blocks, path = _blocks(module)
+    own = sum(p.numel() for block in blocks for p in block.parameters())
+    tables = [m for m in module.modules() if isinstance(m, torch.nn.Embedding)]
+    seen = {id(p): p.numel() for table in tables for p in table.parameters()}
+    heads = {id(p): p.numel() for name, p in module.named_parameters() if "head" in name.lower()}
+    rest = sum(p.numel() for p in module.parameters()) - sum((seen | heads).values())
+    if own < 0.8 * rest:
+        share = f"{own / max(1, rest):.0%}"
+        raise PlanError(
+            f"its {len(blocks)} equal blocks at {path!r} hold only {share} of the parameters "
+            "beside embeddings; `pytest-vram simulate` counts the rest too"
+        )
+    for name, layer in module.named_modules():
+        kernel = getattr(layer, "kernel_size", None)
+        if (
+            isinstance(kernel, tuple)
+            and kernel != getattr(layer, "stride", None)
+            and max(kernel) > 1
+        ):
+            raise PlanError(
+                f"its convolution {name!r} keeps what the plan has no formula for; "
+                "`pytest-vram simulate` counts it"
+            )
 
 
 def adapters(module: nn.Module) -> Lora | None:
@@ -286,15 +403,27 @@ def _attribute(module: nn.Module, block: nn.Module, names: tuple[str, ...]) -> i
 
 
 def _positions(module: nn.Module, hidden: int) -> int:
-    """Rows of a learned position table: the smaller of two embeddings of width H, or a parameter
-    whose name says so."""
+    """Rows of a learned position table: of an embedding or a parameter whose name says so, else the
+    smaller of two embeddings of width H (one of a few rows tells kinds of tokens apart)."""
     import torch
 
-    tables = [m for m in module.modules() if isinstance(m, torch.nn.Embedding)]
-    wide = sorted(m.num_embeddings for m in tables if m.embedding_dim == hidden)
-    if len(wide) >= 2:
-        return wide[0]
+    wide: list[int] = []
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.Embedding) and child.embedding_dim == hidden:
+            if _of_positions(name):
+                return child.num_embeddings
+            wide.append(child.num_embeddings)
+    if len(wide) >= 2 and min(wide) >= 16:
+        return min(wide)
     for name, tensor in module.named_parameters():
-        if "pos" in name.lower() and tensor.shape[-1] == hidden:
+        if _of_positions(name) and tensor.dim() > 1 and tensor.shape[-1] == hidden:
             return int(tensor.shape[-2])
     return 0
+
+
+def _of_positions(name: str) -> bool:
+    parts = name.lower().replace("_", ".").split(".")
+    return any(
+        part in ("wpe", "pe") or (part.startswith("pos") and not part.startswith("post"))
+        for part in parts
+    )

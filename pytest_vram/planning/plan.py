@@ -300,7 +300,8 @@ class _Rank:
         precision, shape = self.setup.precision, self.setup.shape
         fused = any(t.fused_experts and not t.every_expert for t in shape.towers)
         inside = ("matrix",) if fused and precision.cache else ("matrix", "expert")
-        matrices = [w for w in self.base if w.role in inside]
+        # Quantised matrices are dequantised for each product, never cast.
+        matrices = [w for w in self.base if w.role in inside and not self.setup.quantisation]
         matrices += [w for w in self.base if w.role == "head" and len(w.shape) > 1]
         if shape.head == "lm" and shape.tied and self.last:
             matrices += [w for w in self.base if shape.is_vocabulary(w)]
@@ -662,6 +663,15 @@ def _with_assumptions(plan: Plan) -> Plan:
                 0,
                 0,
                 "flash attention already drops what selective recomputation would",
+            )
+        )
+    if setup.shape.recognised:
+        items.append(
+            Assumption(
+                "architecture",
+                -activations // 20,
+                activations * 9 // 20,
+                "of nine families read off their modules, activations were 5 % less to 45 % more",
             )
         )
     if setup.shape.guessed:

@@ -139,6 +139,20 @@ def _dinov2(hidden: int, layers: int, heads: int, **more: Any) -> _Config:
     }
 
 
+def _t5(hidden: int, layers: int, heads: int, ffn: int, head: int = 64, **more: Any) -> _Config:
+    return {
+        "model_type": "t5",
+        "d_model": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "d_ff": ffn,
+        "d_kv": head,
+        "vocab_size": 32128,
+        **more,
+    }
+
+
+_FLAN: _Config = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 _QWEN3: _Config = {"model_type": "qwen3", "head_dim": 128}
 _DEBERTA_V3: _Config = {
     "model_type": "deberta-v2",
@@ -392,4 +406,52 @@ MODELS: dict[str, _Config] = {
     "dinov2-base": _dinov2(768, 12, 12),
     "dinov2-large": _dinov2(1024, 24, 16),
     "dinov2-giant": _dinov2(1536, 40, 24, use_swiglu_ffn=True),
+    "distilbert-base": {
+        "model_type": "distilbert",
+        "dim": 768,
+        "n_layers": 6,
+        "n_heads": 12,
+        "hidden_dim": 3072,
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
+    },
+    "t5-small": _t5(512, 6, 8, 2048),
+    "t5-base": _t5(768, 12, 12, 3072),
+    "t5-large": _t5(1024, 24, 16, 4096),
+    "t5-3b": _t5(1024, 24, 32, 16384, 128),
+    "t5-11b": _t5(1024, 24, 128, 65536, 128),
+    "flan-t5-small": _t5(512, 8, 6, 1024, **_FLAN),
+    "flan-t5-base": _t5(768, 12, 12, 2048, **_FLAN),
+    "flan-t5-large": _t5(1024, 24, 16, 2816, **_FLAN),
+    "flan-t5-xl": _t5(2048, 24, 32, 5120, **_FLAN),
+    "flan-t5-xxl": _t5(4096, 24, 64, 10240, **_FLAN),
+    "mistral-7b-v0.3": _llama(4096, 32, 32, 14336, 32768, 8, model_type="mistral"),
+    "mamba-2.8b": {
+        "model_type": "mamba",
+        "hidden_size": 2560,
+        "num_hidden_layers": 64,
+        "state_size": 16,
+        "vocab_size": 50280,
+    },
+    "mamba-codestral-7b": {
+        "model_type": "mamba2",
+        "hidden_size": 4096,
+        "num_hidden_layers": 64,
+        "num_heads": 128,
+        "head_dim": 64,
+        "n_groups": 8,
+        "vocab_size": 32768,
+    },
+    "llava-1.5-7b": {
+        "model_type": "llava",
+        "text_config": {"model_type": "llama", "vocab_size": 32064},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "image_size": 336,
+            "patch_size": 14,
+        },
+    },
 }

@@ -35,6 +35,10 @@ class PlanError(ValueError):
     """A question that has no answer, or a model that cannot exist; the text says why."""
 
 
+class UnknownFamilyError(PlanError):
+    """A configuration whose family has no closed form here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """``count`` parameter tensors of one shape that do the same job.
@@ -363,6 +367,8 @@ class ModelShape:
     attention: Literal["", "explicit", "math"] = ""
     repeats_kv: bool = False  #: grouped heads are repeated before attention, not left to it
     counted: tuple[Weight, ...] = ()  #: a live module's own tensors; they replace the formula's
+    partial: str = ""  #: the note that says which part of the model is not counted
+    recognised: bool = False  #: layers read off a live module of a family that is not known
     guessed: bool = False  #: the layers of a family that is not known are taken for Llama's
     notes: tuple[str, ...] = field(default=())
 

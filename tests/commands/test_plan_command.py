@@ -53,6 +53,30 @@ def test_exit_codes_are_the_answer(words, code, sentence):
     assert result.exit_code == code
 
 
+def test_a_backbone_of_adapters_is_in_16_bits_unless_it_is_said():
+    """Adapters are trained on a backbone that was loaded in 16 bits: 16.06 GB of Llama 3 8B, its
+    matrices in NF4 3.93 GB beside 2.10 GB of embedding and head."""
+    for words, gb in ((("--lora", 8), 16.07), (("--lora", 8, "--quantize", "nf4"), 6.04)):
+        data = json.loads(run("plan", "llama-3-8b", *words, "--json").output)
+        assert round(data["bills"]["parameters"] / 1e9, 2) == gb
+        assert data["bills"]["autocast_cache"] == 0
+    cast = run("plan", "llama-3-8b", "--lora", 8, "--quantize", "nf4", "-p", "bf16", "--json")
+    assert json.loads(cast.output)["bills"]["autocast_cache"] < 1.1e9  # the head and the adapters
+
+
+def test_a_configuration_whose_family_is_not_known_is_built(tmp_path):
+    pytest.importorskip("transformers")
+    sizes = {"n_embd": 64, "dff": 128, "n_layer": 3, "n_head": 4, "vocab_size": 211}
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({"model_type": "ctrl", "architectures": ["CTRLLMHeadModel"], **sizes})
+    )
+    data = json.loads(run("plan", file, "-s", 32, "--json").output)
+    layer = 4 * 64 * 65 + 64 * 128 + 128 + 128 * 64 + 64 + 4 * 64
+    assert data["parameters"] == 211 * 64 + 3 * layer + 2 * 64 + 211
+    assert "ctrl has no closed form here" in data["notes"][0]
+
+
 def test_what_does_not_fit_is_blamed_and_rescued():
     result = run("plan", "llama-3-8b", "-b", 2, "-s", 2048, "-g", "a100-80gb")
     assert "The bill to blame is optimizer state: ZeRO-1, 8-bit states or offload." in result.output
@@ -100,6 +124,7 @@ def test_offload_names_bytes_and_seconds():
     ("words", "sentence"),
     [
         ((), "which model? Give a name"),
+        (("--layers", "12"), "a model given by its sizes needs --hidden and --heads too"),
         (("gpt3",), "'gpt3' is neither a config.json, a module:attribute nor a known model"),
         (("gpt2", "-g", "rtx49"), "unknown GPU 'rtx49'"),
         (("gpt2", "-g", "a100"), "may be more than one card: a100-40gb or a100-80gb?"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from pytest_vram.planning.modules import from_module, load_module
+from pytest_vram.planning.modules import build, from_module, load_module
 from pytest_vram.planning.plan import Setup, make_plan
 from pytest_vram.planning.shapes import PlanError
 
@@ -140,3 +142,98 @@ def test_targets(tmp_path, monkeypatch):
     ):
         with pytest.raises(PlanError, match=sentence):
             load_module(target)
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Writes a config.json of the sizes given."""
+
+    def write(kind, **fields):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
+        return tmp_path / "config.json"
+
+    return write
+
+
+CTRL = {"n_embd": 64, "dff": 128, "n_layer": 3, "n_head": 4, "vocab_size": 211, "n_positions": 32}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_that_is_not_known_is_built_and_counted(published):
+    transformers = pytest.importorskip("transformers")
+    module = build(published("ctrl", architectures=["CTRLLMHeadModel"], **CTRL))
+    assert isinstance(module, transformers.CTRLLMHeadModel)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    shape = from_module(module)
+    assert shape.parameters == sum(parameter.numel() for parameter in module.parameters())
+    assert (shape.layers, shape.tower.ffn, shape.recognised) == (3, 128, True)
+    assert shape.notes == (
+        "ctrl has no closed form here: parameters are those of the model that was built, layers "
+        "are read off the blocks that it repeats",
+    )
+    plan = make_plan(Setup(shape, sequence=16))
+    assert "architecture" in {item.name for item in plan.assumptions}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_guess_is_counted_where_the_model_can_be_built(published):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 96, "vocab_size": 211, "pad_token_id": 0}
+    module = build(
+        published("modernbert-decoder", architectures=["ModernBertDecoderForCausalLM"], **sizes)
+    )
+    shape = from_module(module)
+    assert shape.parameters == sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tower_that_is_not_known_is_counted_where_the_model_can_be_built(published):
+    pytest.importorskip("transformers")
+    text = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 211}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    path = published("got_ocr2", text_config=text, vision_config={"model_type": "got_ocr2_vision"})
+    module = build(path)
+    shape = from_module(module)
+    assert shape.parameters == sum(parameter.numel() for parameter in module.parameters())
+    assert shape.notes == (
+        "all its parts are counted, activations are those of its language model alone",
+    )
+    assert shape.partial == ""
+
+
+def test_what_cannot_be_built(published):
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(PlanError) as error:
+        build(published("newllm"))
+    assert (
+        str(error.value) == f"transformers {transformers.__version__} does not know 'newllm' either"
+    )
+    with pytest.raises(PlanError, match="cannot build it: "):
+        build(published("ctrl", n_embd=-3))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("rwkv", "rwkv has recurrent layers"),
+        ("poolformer", "Built, PoolFormerModel blocks|Built, its|Built, PoolFormerModel repeats"),
+        ("convnext", "Built, "),
+    ],
+)
+def test_what_was_built_and_is_no_transformer(published, kind, sentence):
+    pytest.importorskip("transformers")
+    with pytest.raises(PlanError, match=sentence):
+        from_module(build(published(kind)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_table_of_token_kinds_is_not_one_of_positions():
+    class Embedded(Model):
+        def __init__(self):
+            super().__init__()
+            self.types = nn.Embedding(2, 64)
+            self.post_norm = nn.Parameter(torch.zeros(64))
+
+    assert from_module(Embedded()).positions == from_module(Model()).positions

@@ -104,6 +104,20 @@ from pytest_vram.planning.text_defaults import TEXT_DEFAULTS
         ("dinov2-base", 86_580_480),
         ("dinov2-large", 304_368_640),
         ("dinov2-giant", 1_136_480_768),
+        ("t5-small", 60_506_624),
+        ("t5-base", 222_903_552),
+        ("t5-large", 737_668_096),
+        ("t5-3b", 2_851_598_336),
+        ("t5-11b", 11_307_321_344),
+        ("flan-t5-small", 76_961_152),
+        ("flan-t5-base", 247_577_856),
+        ("flan-t5-large", 783_150_080),
+        ("flan-t5-xl", 2_849_757_184),
+        ("flan-t5-xxl", 11_135_332_352),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("mamba-2.8b", 2_768_345_600),
+        ("mamba-codestral-7b", 7_285_403_648),
+        ("llava-1.5-7b", 7_063_427_072),
         # 671,026,419,200 with the 58 x 256 correction biases, which are buffers
         ("deepseek-v3", 671_026_404_352),
     ],
@@ -155,6 +169,7 @@ LATENT = {
     ("name", "parameters"),
     [
         ("bert-base", 109_482_240),
+        ("distilbert-base", 66_362_880),
         ("roberta-base", 124_645_632),
         ("roberta-large", 355_359_744),
         ("xlm-roberta-base", 278_043_648),
@@ -661,6 +676,30 @@ def test_config_files(tmp_path):
 def test_unknown_models_suggest_the_nearest():
     with pytest.raises(PlanError, match=r"did you mean llama-3-8b"):
         named("llama3-8b")
+    with pytest.raises(PlanError, match="Nothing is downloaded"):
+        named("somebody/other-7b")
+
+
+@pytest.mark.parametrize(
+    ("hub", "short"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3-8b"),
+        ("meta-llama/Llama-2-7b-hf", "llama-7b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b-v0.3"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
+        ("google-bert/bert-base-uncased", "bert-base"),
+        ("google/vit-base-patch16-224", "vit-base"),
+        ("openai/whisper-large-v3", "whisper-large-v3"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
+        ("GPT2", "gpt2"),
+    ],
+)
+def test_names_of_the_hub(hub, short):
+    assert named(hub).name == short
 
 
 def test_of_a_model_that_sees_the_text_part_is_planned_and_said():
