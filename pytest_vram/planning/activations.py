@@ -77,6 +77,9 @@ class Forward:
     attention: Attention = "flash"
     dropout: float = 0.0
     lora: Lora | None = None
+    #: Frozen matrices keep what they read all the same: bitsandbytes' 8-bit product does, its 4-bit
+    #: product no longer (autograd/_functions.py, 0.50.2; in 0.41.1 it did).
+    keeps_inputs: bool = False
 
     @property
     def tokens(self) -> int:
@@ -98,8 +101,10 @@ class Forward:
             return len(parts) * c if p.cache else p.input
         adapted = sum(self.lora.hits(part) for part in parts)
         if p.cache:
-            return adapted * c
-        return adapted * self.lora.size if self.lora.size != c else c * bool(adapted)
+            return max(adapted, self.keeps_inputs) * c
+        if self.lora.size == c:
+            return c * bool(adapted or self.keeps_inputs)
+        return adapted * self.lora.size + c * self.keeps_inputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -487,6 +487,7 @@ def _forward(setup: Setup) -> Forward:
         attention=attention_kernel(setup),
         dropout=setup.dropout,
         lora=setup.lora,
+        keeps_inputs=setup.quantisation == "int8",
     )
 
 

@@ -158,7 +158,8 @@ def _gib(size):
 
 
 def test_deepspeed_zero2_examples():
-    """deepspeed.readthedocs.io/en/latest/memory.html: 2851M parameters, one node of 8 GPUs. What
+    """deepspeed.readthedocs.io/en/latest/memory.html (deepspeedai/DeepSpeed,
+    docs/code-docs/source/memory.rst): 2851M parameters, one node of 8 GPUs. What
     it prints as GB are 2^30 bytes."""
     away = lit.deepspeed_zero2(2_851_000_000, gpus=8, offload=True)
     assert (_gib(away.cpu), _gib(away.gpu)) == ("127.45", "5.31")
@@ -303,12 +304,19 @@ def test_galores_account_of_a_7b_model():
 
 @pytest.mark.parametrize(
     ("model", "figures"),
-    [("llama-7b", (120, 60, 16, 10, 6)), ("llama-3-70b", (1200, 600, 160, 80, 48))],
+    [
+        ("llama-7b", (120, 60, 16, 10, 6)),
+        ("qwen2.5-14b", (240, 120, 32, 20, 12)),
+        ("qwen2.5-32b", (600, 300, 64, 40, 24)),
+        ("llama-3-70b", (1200, 600, 160, 80, 48)),
+    ],
 )
 def test_llama_factorys_table_of_methods(model, figures):
-    """LLaMA-Factory's README, "Hardware Requirement" (estimated, GB): full training with autocast,
-    in pure bf16, LoRA on 16, 8 and 4 bits. The table's figures leave room: plans come to three
-    quarters of them at least, never to more."""
+    """LLaMA-Factory's README (hiyouga/LLaMA-Factory, README.md, "Hardware Requirement", estimated,
+    GB): full training with autocast, in pure bf16, LoRA on 16, 8 and 4 bits, of 7B, 14B, 30B and
+    70B. The figures are 18, 8, 2, 1 and 1/2 bytes a parameter, rounded up: plans come to three
+    quarters of them at least, and to a tenth more where the model is larger than its column (32.8B
+    under "30B") or its vocabulary is (Qwen's 152,064 rows stay in 16 bits)."""
     adapters = {"precision": PRECISIONS["bf16-plain"], "lora": Lora(8, ("all-linear",))}
     methods = (
         {"precision": PRECISIONS["bf16"]},
@@ -321,7 +329,7 @@ def test_llama_factorys_table_of_methods(model, figures):
         run = Setup(
             named(model), sequence=1024, recompute=Recompute("full"), step="fused", **method
         )
-        assert 0.75 <= make_plan(run).peak / GB / figure <= 1, method
+        assert 0.75 <= make_plan(run).peak / GB / figure <= 1.1, method
 
 
 def test_qlora_of_65b_fits_on_48_gb():
@@ -361,3 +369,117 @@ def test_zero_paper_figures_by_the_planner():
         plan = make_plan(Setup(shape, precision=PRECISIONS["bf16-pure"], parallel=parallel))
         size = plan.fixed / GB * 7.5e9 / shape.parameters
         assert size == pytest.approx(figure, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("context", "data", "sequence", "gib"),
+    [(1, 8, 32768, 83.9), (2, 4, 65536, 84.2), (4, 2, 131072, 84.0), (8, 1, 262144, 84.5)],
+)
+def test_torchtitans_long_contexts(context, data, sequence, gib):
+    """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 2: Llama 3.1 8B on
+    eight H100s, FSDP and context parallelism, one sample, full activation checkpointing; measured,
+    GiB reserved. FSDP's shards are divided over the context ranks too: eight of them in every row.
+
+    The expected peak is what is allocated, 5 % below; the measured figure lies in the range.
+    """
+    plan = make_plan(
+        Setup(
+            named("llama-3-8b"),
+            sequence=sequence,
+            precision=PRECISIONS["bf16-pure"],
+            recompute=Recompute("full"),
+            parallel=Parallel(data=data * context, zero=3, context=context),
+            workspace=32 << 20,
+        )
+    )
+    assert plan.peak / GIB == pytest.approx(gib, rel=0.06)
+    assert plan.low / GIB <= gib <= plan.high / GIB
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "gb"),
+    [("llama-7b", 1, 21.30), ("llama-7b", 2, 29.07), ("llama-13b", 1, 38.12)],
+)
+def test_litgpts_lora_on_one_card(model, batch, gb):
+    """Lightning-AI/litgpt, tutorials/resource-tables.md, "Finetuning with LoRA on 1 GPU": Llama 2
+    in bf16-true on an A100, Alpaca's longest sample of 1,304 tokens, rank 8 on queries and values,
+    no checkpointing; measured, GB (10^9).
+
+    Trainable parameters are equal. LitGPT's adapters drop out their input and lie on a fused qkv
+    matrix, which keeps some 9 H bytes a token and layer that peft's on q and v do not: the plan is
+    7 to 11 % low, and the figure lies in its range.
+    """
+    run = Setup(
+        replace(named(model), upcast=False),
+        batch,
+        1304,
+        precision=PRECISIONS["bf16-plain"],
+        lora=Lora(8, ("q", "v"), 2),
+    )
+    plan = make_plan(run)
+    assert plan.trainable == {"llama-7b": 4_194_304, "llama-13b": 6_553_600}[model]
+    assert plan.peak / GB == pytest.approx(gb, rel=0.12)
+    assert plan.peak / GB < gb < plan.high / GB
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "gb"),
+    [
+        ("llama-7b", "nf4", 14.14),
+        ("llama-7b", "nf4-double", 13.84),
+        ("llama-13b", "nf4", 23.14),
+        ("llama-13b", "nf4-double", 22.55),
+    ],
+)
+def test_litgpts_qlora_with_the_inputs_that_bitsandbytes_kept(model, kind, gb):
+    """The same table with bitsandbytes 0.41.1, whose 4-bit product kept its input
+    (``ctx.tensors = (A, B)`` in autograd/_functions.py; ``(None, B)`` in 0.50.2): each layer's
+    linear inputs, H for q, k, v, H for o, H for gate and up, F for down, a sixth of the figure.
+    With these the plan is as low as it is for 16 bits; double quantisation saves what the plan says."""
+    shape = replace(named(model), upcast=False)
+    tower = shape.tower
+
+    def planned(quantisation):
+        run = Setup(
+            shape,
+            sequence=1304,
+            precision=PRECISIONS["bf16-plain"],
+            lora=Lora(8, ("q", "v"), 2),
+            quantisation=quantisation,
+        )
+        return make_plan(run).peak
+
+    inputs = 1304 * 2 * tower.layers * (3 * tower.hidden + tower.ffn)
+    assert (planned(kind) + inputs) / GB == pytest.approx(gb, rel=0.16)
+    saved = {"llama-7b": 0.30, "llama-13b": 0.59}[model]
+    assert (planned("nf4") - planned("nf4-double")) / GB == pytest.approx(saved, abs=0.02)
+
+
+def test_an_8_bit_backbone_keeps_what_its_matrices_read():
+    """bitsandbytes 0.50.2, autograd/_functions.py, ``MatMul8bitLt``: ``ctx.tensors`` holds A
+    whether or not the weight has a gradient; ``MatMul4Bit`` holds the packed weight alone."""
+    run = {"precision": PRECISIONS["bf16-plain"], "lora": Lora(8, ("q", "v"), 2)}
+    plans = {
+        kind: make_plan(Setup(named("llama-7b"), quantisation=kind, **run)).bills["activations"]
+        for kind in ("", "nf4", "int8")
+    }
+    assert plans["nf4"] == plans[""]
+    # gate and up share one input of H, down reads F; q, k, v share the adapters' own
+    assert plans["int8"] - plans["nf4"] == 32 * 1024 * 2 * (4096 + 11008)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_eleuthers_calculator(checkpointed):
+    """EleutherAI/cookbook, calc/calc_transformer_mem.py, with its 20B defaults (44 layers of 6,144,
+    64 heads, 51,200 rows, 2,048 tokens): S B H L ((16 c + 2) + (2 c + 1) A S / H) bytes of
+    activations at c = 2 are Korthikanti's, term by term; "checkpointed" drops the second term,
+    which Korthikanti calls selective recomputation, and is not what full recomputation leaves."""
+    unit = 2048 * 6144 * 44
+    second = 0 if checkpointed else 5 * 64 * 2048 / 6144
+    kind = "selective" if checkpointed else "none"
+    layer = lit.korthikanti_layer(1, 2048, 6144, 64, recompute=kind)
+    assert 44 * layer == pytest.approx(unit * (34 + second))
+    # 20.55B: its vector terms are GPT-NeoX's but for the biases, and it counts positions.
+    vectors = 2 * 51200 * 6144 + 6144 * 2048 + (8 * 44 + 2) * 6144
+    neox = decoder(layers=44, hidden=6144, heads=64, vocab=51200, tied=False, rotary=True)
+    assert vectors + 44 * 12 * 6144**2 == pytest.approx(neox.parameters, rel=2e-3)
