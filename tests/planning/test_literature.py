@@ -435,7 +435,7 @@ def test_litgpts_qlora_with_the_inputs_that_bitsandbytes_kept(model, kind, gb):
     """The same table with bitsandbytes 0.41.1, whose 4-bit product kept its input
     (``ctx.tensors = (A, B)`` in autograd/_functions.py; ``(None, B)`` in 0.50.2): each layer's
     linear inputs, H for q, k, v, H for o, H for gate and up, F for down, a sixth of the figure.
-    With these the plan is as low as it is for 16 bits; double quantisation saves what the plan says."""
+    With these the plan is as low as for 16 bits; double quantisation saves what the plan says."""
     shape = replace(named(model), upcast=False)
     tower = shape.tower
 
