@@ -241,8 +241,11 @@ def _unused_marks(collector: pytest.Class, found: Any) -> list[str]:
 def _unused_mark(collector: pytest.Collector, name: str, value: object) -> str:
     """For a marked function that pytest does not collect: its budget would never be held."""
     function = _function_of(value)
-    marks = function.__dict__.get("pytestmark") if function is not None else None
-    if function is None or not any(getattr(mark, "name", "") == MARKER for mark in marks or ()):
+    if function is None:
+        return ""
+    having = value if type(value) is types.FunctionType else function
+    marks = having.__dict__.get("pytestmark") or ()
+    if not any(getattr(mark, "name", "") == MARKER for mark in marks):
         return ""
     line = function.__code__.co_firstlineno
     kind = "a fixture" if function is not value else "no test that pytest collects"
@@ -256,7 +259,8 @@ def _function_of(value: object) -> types.FunctionType | None:
     """A plain function, or the one under a fixture. Other objects of a module are not asked for
     anything: lazy modules import, and ``torch.ops`` has every attribute."""
     if type(value) is types.FunctionType:
-        return value
+        wrapped = value.__dict__.get("__pytest_wrapped__")  # a fixture before pytest 8.4
+        return value if wrapped is None else wrapped.obj
     if type(value).__name__ == "FixtureFunctionDefinition":  # since pytest 8.4
         return value._get_wrapped_function()  # type: ignore[attr-defined, no-any-return]
     return None
