@@ -132,8 +132,8 @@ def _with_senses(shape: ModelShape, whole: Config, where: str) -> ModelShape:
         return changed(shape, notes=(*shape.notes, note), partial=note)
     counted = sum(weight.total for weight in weights)
     note = (
-        f"its {named} and projector are counted ({counted:,} parameters), what images or sound "
-        "keep for backward is not: true if the tower is frozen"
+        f"its {named} and projector are counted ({counted:,} parameters); what they keep for "
+        "backward is not: freeze the tower, or simulate"
     )
     return changed(shape, others=(*shape.others, *weights), notes=(*shape.notes, note))
 
@@ -228,7 +228,7 @@ def named(name: str) -> ModelShape:
             if near
             else f"{len(MODELS)} are known, such as {', '.join(some)}"
         )
-        hub = " Nothing is downloaded: of others, give their config.json." if "/" in name else ""
+        hub = ". Nothing is downloaded: of others, give their config.json" if "/" in name else ""
         raise PlanError(
             f"{name!r} is neither a config.json, a module:attribute nor a known model; {ask}{hub}"
         )

@@ -360,10 +360,15 @@ def _plan_stage(setup: Setup, stage: int) -> Plan:
 
 
 def _idle(setup: Setup) -> Iterator[str]:
-    """Options that this run has no use for."""
+    """Options that this run has no use for, or better ones."""
     parallel = setup.parallel
     if parallel.zero and parallel.data == 1:
         yield f"ZeRO-{parallel.zero} shards over data-parallel ranks, and there is one (--data)"
+    if parallel.zero == 3 and parallel.data > 1 and setup.precision.cache:
+        yield (
+            "autocast caches a 16-bit copy of every gathered weight (FSDP2's are leaves); FSDP's "
+            "own mixed precision, planned as bf16-pure, keeps none"
+        )
     if parallel.sequence and parallel.tensor == 1:
         yield "sequence parallelism works among tensor-parallel ranks, and there is one (--tensor)"
     if parallel.expert > 1 and not any(tower.experts for tower in setup.shape.towers):

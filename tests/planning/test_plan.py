@@ -318,6 +318,16 @@ def test_options_that_do_nothing_are_named(parallel, note):
     assert make_plan(setup(parallel=Parallel(**used))).notes == ()
 
 
+def test_autocast_over_sharded_weights_has_a_better_way():
+    parallel = Parallel(data=8, zero=3)
+    plan = make_plan(setup(parallel=parallel, precision=PRECISIONS["bf16"]))
+    assert plan.notes == (
+        "autocast caches a 16-bit copy of every gathered weight (FSDP2's are leaves); FSDP's own "
+        "mixed precision, planned as bf16-pure, keeps none",
+    )
+    assert make_plan(setup(parallel=parallel)).bills["autocast_cache"] == 0
+
+
 def test_adapters_on_experts_in_one_tensor():
     """Rank r for each of gate and up and for down, of every expert: as peft makes them."""
     shape = named("mixtral-8x7b")

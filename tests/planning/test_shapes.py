@@ -541,8 +541,8 @@ def test_llava_as_its_file_is_published():
     shape = from_config(published)
     assert shape.parameters == 7_063_427_072
     assert shape.notes == (
-        "its vision tower and projector are counted (324,487,168 parameters), what images or sound "
-        "keep for backward is not: true if the tower is frozen",
+        "its vision tower and projector are counted (324,487,168 parameters); what they keep for "
+        "backward is not: freeze the tower, or simulate",
     )
     alone = {**published, "architectures": ["LlamaForCausalLM"]}
     assert from_config(alone).parameters == 6_738_939_904
