@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pytest_vram.numerics import Watch
     from pytest_vram.numerics.memory_watch import Observed
     from pytest_vram.observe import Observer
-    from pytest_vram.planning.plan import Plan
+    from pytest_vram.planning.answers import Plan
     from pytest_vram.sim.answers import Answers
     from pytest_vram.sim.profiles import Profile
 

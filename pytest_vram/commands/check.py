@@ -13,8 +13,10 @@ from pytest_vram.bills import settle
 from pytest_vram.commands.common import Problem, bill_name, say, table
 from pytest_vram.ledger import Ledger
 from pytest_vram.observe import Observer
+from pytest_vram.planning.answers import BILLS, Plan
 from pytest_vram.planning.modules import build, load_module
-from pytest_vram.planning.plan import BILLS, Plan, Setup, make_plan
+from pytest_vram.planning.plan import make_plan
+from pytest_vram.planning.runs import Setup
 from pytest_vram.quantities import format_bytes, format_change, format_percent
 from pytest_vram.sim.profiles import Profile, find_profile
 from pytest_vram.sim.simulation import Simulation

@@ -11,7 +11,7 @@ import click
 from pytest_vram.commands import plan_report
 from pytest_vram.commands.common import CARD, Exit, Problem, emit, json_option
 from pytest_vram.commands.setup_options import build_setup, model_names, setup_options
-from pytest_vram.planning.plan import Setup, make_plan
+from pytest_vram.planning.plan import make_plan
 from pytest_vram.planning.questions import (
     fits,
     largest_batch,
@@ -20,6 +20,7 @@ from pytest_vram.planning.questions import (
     rescue,
     sensitivity,
 )
+from pytest_vram.planning.runs import Setup
 from pytest_vram.planning.shapes import PlanError
 from pytest_vram.sim.profiles import Profile
 

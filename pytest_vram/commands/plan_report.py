@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_vram.commands.common import bill_name, own_profiles, say, table
-from pytest_vram.planning.plan import BILLS, Plan, Setup, attention_kernel, offload_traffic
+from pytest_vram.planning.answers import BILLS, Plan
 from pytest_vram.planning.questions import (
     FOR_BILL,
     Cards,
@@ -17,6 +17,8 @@ from pytest_vram.planning.questions import (
     blame,
     cards_needed,
 )
+from pytest_vram.planning.runs import Setup, attention_kernel
+from pytest_vram.planning.traffic import offload_traffic
 from pytest_vram.quantities import format_bytes, format_change, format_percent
 from pytest_vram.sim.profiles import PROFILES
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pytest_vram.commands.common import Problem, bill_name
-from pytest_vram.planning.plan import BILLS, Plan, Setup, make_plan
+from pytest_vram.planning.answers import BILLS, Plan
+from pytest_vram.planning.plan import make_plan
+from pytest_vram.planning.runs import Setup
 from pytest_vram.planning.shapes import PlanError
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.timeline import Timeline

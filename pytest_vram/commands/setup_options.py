@@ -13,8 +13,8 @@ import click
 from pytest_vram.commands.common import Problem
 from pytest_vram.planning.activations import parse_recompute
 from pytest_vram.planning.configs import named, read_config
-from pytest_vram.planning.plan import Offload, Parallel, Setup
 from pytest_vram.planning.published import MODELS
+from pytest_vram.planning.runs import Offload, Parallel, Setup
 from pytest_vram.planning.shapes import ModelShape, PlanError, UnknownFamilyError, decoder
 from pytest_vram.planning.states import (
     OPTIMIZERS,

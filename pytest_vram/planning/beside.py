@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_vram.planning.plan import BILLS, Plan, Setup, make_plan
+from pytest_vram.planning.answers import BILLS, Plan
+from pytest_vram.planning.plan import make_plan
+from pytest_vram.planning.runs import Setup
 from pytest_vram.planning.shapes import ModelShape, PlanError
 from pytest_vram.planning.states import (
     OPTIMIZERS,

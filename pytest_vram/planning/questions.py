@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from pytest_vram.planning.activations import Recompute
-from pytest_vram.planning.plan import Offload, Plan, Setup, make_plan
+from pytest_vram.planning.answers import Plan
+from pytest_vram.planning.plan import make_plan
+from pytest_vram.planning.runs import Offload, Setup
 from pytest_vram.planning.shapes import PlanError
 from pytest_vram.planning.states import OPTIMIZERS, PRECISIONS, Lora
 

@@ -38,10 +38,14 @@ def _blocks(
     biases: tuple[str, ...] = ("q", "k", "v", "o", "up", "down"),
     gated: bool = False,
     rmsnorm: bool = False,
+    fused: bool = False,
 ) -> Weights:
-    """``layers`` transformer layers of the usual kind, with biases where ``biases`` says."""
-    for part in ("q", "k", "v", "o"):
+    """``layers`` transformer layers of the usual kind, with biases where ``biases`` says. A
+    ``fused`` matrix is no target of adapters on q or v, whose modules have other names."""
+    for part in ("o",) if fused else ("q", "k", "v", "o"):
         yield from _matrix(f"{name}.{part}", hidden, hidden, layers, bias=part in biases)
+    if fused:
+        yield from _matrix(f"{name}.in", 3 * hidden, hidden, layers)
     if gated:
         yield from _matrix(f"{name}.gate", ffn, hidden, layers, bias="up" in biases)
     yield from _matrix(f"{name}.up", ffn, hidden, layers, bias="up" in biases)
@@ -169,7 +173,7 @@ def _merger(name: str, wide: int, out: int, count: int = 1) -> Weights:
 def _qwen2_vl(f: Fields) -> Weights:
     hidden, layers = f.need("embed_dim"), f.need("depth")
     yield from _qwen_patches(f, hidden)
-    yield from _blocks("vision", layers, hidden, int(hidden * f.get("mlp_ratio")))
+    yield from _blocks("vision", layers, hidden, int(hidden * f.get("mlp_ratio")), fused=True)
     yield from _norm("vision.merger.norm", hidden)
     wide = hidden * f.need("spatial_merge_size") ** 2
     yield from _merger("vision.merger", wide, f.need("hidden_size"))
@@ -178,7 +182,7 @@ def _qwen2_vl(f: Fields) -> Weights:
 def _qwen2_5_vl(f: Fields) -> Weights:
     hidden, layers, ffn = f.need("hidden_size"), f.need("depth"), f.need("intermediate_size")
     yield from _qwen_patches(f, hidden)
-    yield from _blocks("vision", layers, hidden, ffn, gated=True, rmsnorm=True)
+    yield from _blocks("vision", layers, hidden, ffn, gated=True, rmsnorm=True, fused=True)
     yield from _norm("vision.merger.norm", hidden, bias=False)
     wide = hidden * f.need("spatial_merge_size") ** 2
     yield from _merger("vision.merger", wide, f.need("out_hidden_size"))
@@ -190,7 +194,7 @@ def _qwen3_vl(f: Fields) -> Weights:
     deep = len(f.get("deepstack_visual_indexes", default=()))
     yield from _qwen_patches(f, hidden, bias=True)
     yield Weight("vision.positions", (f.need("num_position_embeddings"), hidden), "position")
-    yield from _blocks("vision", layers, hidden, ffn)
+    yield from _blocks("vision", layers, hidden, ffn, fused=True)
     yield from _norm("vision.merger.norm", hidden)
     yield from _merger("vision.merger", wide, out)
     if deep:

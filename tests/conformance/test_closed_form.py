@@ -21,7 +21,8 @@ from pytest_vram.ledger import Ledger  # noqa: E402
 from pytest_vram.observe import Observer  # noqa: E402
 from pytest_vram.planning.activations import Recompute  # noqa: E402
 from pytest_vram.planning.modules import from_module  # noqa: E402
-from pytest_vram.planning.plan import Setup, make_plan  # noqa: E402
+from pytest_vram.planning.plan import make_plan  # noqa: E402
+from pytest_vram.planning.runs import Setup  # noqa: E402
 from pytest_vram.planning.states import PRECISIONS, Lora  # noqa: E402
 from pytest_vram.sim.profiles import find_profile  # noqa: E402
 from pytest_vram.sim.simulation import Simulation  # noqa: E402

@@ -6,7 +6,8 @@ import pytest
 
 from pytest_vram.planning.beside import closed_form, sentence
 from pytest_vram.planning.configs import named
-from pytest_vram.planning.plan import Setup, make_plan
+from pytest_vram.planning.plan import make_plan
+from pytest_vram.planning.runs import Setup
 from pytest_vram.quantities import format_bytes
 
 torch = pytest.importorskip("torch")

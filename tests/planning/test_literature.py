@@ -10,8 +10,9 @@ import pytest
 from pytest_vram.commands.plan_report import both
 from pytest_vram.planning.activations import Forward, Recompute, Sharding, layer_bytes
 from pytest_vram.planning.configs import named
-from pytest_vram.planning.plan import Parallel, Setup, make_plan
+from pytest_vram.planning.plan import make_plan
 from pytest_vram.planning.questions import fits
+from pytest_vram.planning.runs import Parallel, Setup
 from pytest_vram.planning.shapes import Tower, decoder
 from pytest_vram.planning.states import (
     OPTIMIZERS,

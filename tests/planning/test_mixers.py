@@ -16,7 +16,8 @@ from pytest_vram.planning.activations import (
 )
 from pytest_vram.planning.configs import from_config, named
 from pytest_vram.planning.mixers import DeltaNet, Scan, ShortConv, StateSpace
-from pytest_vram.planning.plan import Setup, make_plan
+from pytest_vram.planning.plan import make_plan
+from pytest_vram.planning.runs import Setup
 from pytest_vram.planning.states import PRECISIONS, Lora
 
 PLAIN = PRECISIONS["bf16-plain"]

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from pytest_vram.planning.modules import build, from_module, load_module
-from pytest_vram.planning.plan import Setup, make_plan
+from pytest_vram.planning.plan import make_plan
+from pytest_vram.planning.runs import Setup
 from pytest_vram.planning.shapes import PlanError
 
 torch = pytest.importorskip("torch")

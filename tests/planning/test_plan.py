@@ -7,19 +7,15 @@ from dataclasses import replace
 import pytest
 
 from pytest_vram.planning.activations import Recompute
+from pytest_vram.planning.answers import BILLS
 from pytest_vram.planning.configs import from_config, named
-from pytest_vram.planning.plan import (
-    BILLS,
-    Offload,
-    Parallel,
-    Setup,
-    make_plan,
-    offload_traffic,
-    summed_bytes,
-)
+from pytest_vram.planning.flows import summed_bytes
+from pytest_vram.planning.plan import make_plan
 from pytest_vram.planning.published import MODELS
+from pytest_vram.planning.runs import Offload, Parallel, Setup
 from pytest_vram.planning.shapes import PlanError, decoder
 from pytest_vram.planning.states import OPTIMIZERS, PRECISIONS, Lora
+from pytest_vram.planning.traffic import offload_traffic
 from pytest_vram.sim.profiles import find_profile
 from pytest_vram.sim.simulation import Simulation
 from pytest_vram.trace import BILLS as LEDGER

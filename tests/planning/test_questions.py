@@ -8,7 +8,7 @@ import pytest
 
 from pytest_vram.planning.activations import Recompute
 from pytest_vram.planning.configs import named
-from pytest_vram.planning.plan import Parallel, Setup, make_plan
+from pytest_vram.planning.plan import make_plan
 from pytest_vram.planning.questions import (
     blame,
     cards_needed,
@@ -19,6 +19,7 @@ from pytest_vram.planning.questions import (
     rescue,
     sensitivity,
 )
+from pytest_vram.planning.runs import Parallel, Setup
 from pytest_vram.planning.shapes import PlanError
 from pytest_vram.planning.states import OPTIMIZERS, PRECISIONS
 

@@ -11,6 +11,7 @@ from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.senses import SENSE_DEFAULTS
 from pytest_vram.planning.seq2seq import BART_LIKE
 from pytest_vram.planning.shapes import PlanError, Tower, decoder
+from pytest_vram.planning.states import Lora
 from pytest_vram.planning.text_defaults import TEXT_DEFAULTS
 
 
@@ -580,6 +581,18 @@ def test_flat_multimodal_configurations_and_their_ties():
     assert from_config(flat).parameters == 7_615_616_512 + 676_550_144 == 8_292_166_656
     nested = {"model_type": "x", "text_config": MODELS["llama-7b"], "tie_word_embeddings": True}
     assert from_config(nested).tied
+
+
+def test_adapters_reach_a_tower_by_the_names_of_its_modules():
+    """CLIP's q_proj and v_proj are targets as the language model's are; Qwen's tower has a qkv."""
+    adapters = Lora(8, ("q", "v"))
+    llava, llama = named("llava-1.5-7b"), named("llama-7b")
+    counts = [sum(w.total for w in adapters.weights(s.weights())) for s in (llava, llama)]
+    assert counts[0] - counts[1] == 24 * 2 * 8 * (1024 + 1024)
+    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
+    flat = {**MODELS["qwen2.5-7b"], "model_type": "qwen2_5_vl", "vision_config": tower}
+    names = {w.name for w in adapters.weights(from_config(flat).weights())}
+    assert not any(name.startswith("vision") for name in names)
 
 
 def test_the_whole_decides_about_the_tie_and_its_part_where_the_whole_is_silent():
