@@ -390,6 +390,8 @@ def _activation(tower: Tower, f: Forward) -> int:
         return 12 + 2 if f.precision.cache else 4 * c
     if tower.activation == "relu2":  # the relu's output; ``pow`` reads it, under autocast in fp32
         return c + 4 if f.precision.cache else c
+    if tower.activation == "quick_gelu":
+        return 2 * c
     return 0 if tower.activation == "relu" else c
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from pytest_vram.planning import encoders, seq2seq
 from pytest_vram.planning.decoders import DECODERS
 from pytest_vram.planning.fields import Config, Fields, changed
+from pytest_vram.planning.pairs import pair
 from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.recurrent import RECURRENT
 from pytest_vram.planning.senses import JOINTS, senses
@@ -57,6 +58,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
 }
 
 
+#: Families of two towers that meet in a loss.
+PAIRS = ("clip", "siglip")
 #: Families with recurrent layers whose kernels' source has not been read.
 UNREAD = frozenset(
     (
@@ -79,6 +82,10 @@ def from_config(config: Config, where: str = "config") -> ModelShape:
 
     :raises PlanError: no ``model_type``, a family that cannot be planned, a needed field missing.
     """
+    if config.get("model_type") in PAIRS:
+        return changed(
+            pair(config, where), name=str(config.get("_name_or_path") or config["model_type"])
+        )
     heads = str(config.get("architectures"))
     whole, config = config, _language_model(config, where)
     kind = config.get("model_type")

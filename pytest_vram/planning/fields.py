@@ -45,6 +45,8 @@ class Fields:
         name = str(self.get("hidden_act", "activation_function", "hidden_activation", "activation"))
         if "silu" in name or "swish" in name:
             return "silu"
+        if name == "quick_gelu":
+            return "quick_gelu"
         if name in ("gelu_new", "gelu_fast", "gelu_python_tanh"):
             return "gelu_new"
         return "relu" if "relu" in name else "gelu"

@@ -132,7 +132,8 @@ def _inputs(setup: Setup) -> int:
     if shape.frames_per_sample:  # audio, labels and the decoder's tokens
         return setup.batch * (shape.frames_per_sample * 4 + 2 * 8 * setup.sequence)
     if shape.pixels_per_sample:
-        return setup.batch * (shape.pixels_per_sample * 4 + 8)
+        text = setup.sequence if shape.vocab else 1  # token ids, or one label
+        return setup.batch * (shape.pixels_per_sample * 4 + 8 * text)
     ids = setup.batch * setup.sequence * 8 // setup.parallel.context
     return ids * (2 if len(shape.towers) == 1 else 3)
 

@@ -27,8 +27,9 @@ Role = Literal[
     "embedding", "position", "norm", "matrix", "bias", "router", "expert", "head", "other"
 ]
 Cut = Literal["", "columns", "rows"]
-#: ``relu2``: the square of a relu; ``clamped``: gpt-oss's gate, spelled out with clamps.
-Activation = Literal["gelu", "gelu_new", "silu", "relu", "relu2", "clamped"]
+#: ``relu2``: the square of a relu; ``clamped``: gpt-oss's gate, spelled out with clamps;
+#: ``quick_gelu``: a sigmoid times its input, spelled out.
+Activation = Literal["gelu", "gelu_new", "quick_gelu", "silu", "relu", "relu2", "clamped"]
 
 
 class PlanError(ValueError):

@@ -393,6 +393,8 @@ ALIKE |= {
         0.0,
     ),
 }
+ALIKE |= dict.fromkeys(("exaone", "internlm3", "cwm"), ({**GROUPED, "pad_token_id": 0}, 0.0))
+ALIKE["ministral"] = ({**GROUPED, "head_dim": 64}, 0.0)
 ALIKE["lfm2"] = ({**GROUPED, "layer_types": ["conv", "conv", "full_attention", "conv"]}, 0.0)
 IMAGE = {**SMALL, "vocab_size": 1, "image_size": 384}
 ALIKE |= {
@@ -517,3 +519,42 @@ def test_grouped_heads_in_float32_have_no_fused_kernel():
     assert ledger.peak_allocated == pytest.approx(plan.peak, rel=0.02)
     half = make_plan(Setup(shape, batch=4, sequence=512, precision=PRECISIONS["bf16-plain"]))
     assert half.notes == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-plain"])
+@pytest.mark.parametrize(("name", "positions"), [("clip", 77), ("siglip", 64)])
+@pytest.mark.filterwarnings("ignore")
+def test_two_towers_in_a_contrastive_loss(name, positions, precision):
+    """Sixteen images of 196 patches and as many texts: peaks within 5 %, activations too."""
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes["intermediate_size"] = 2048
+    text = {**sizes, "vocab_size": 8000, "projection_size": 512, "eos_token_id": 7999}
+    seen = {**sizes, "image_size": 224, "patch_size": 16}
+    config = transformers.CONFIG_MAPPING[name](text_config=text, vision_config=seen)
+    dtype = torch.bfloat16 if precision == "bf16-plain" else torch.float32
+
+    def build(device: Any) -> Any:
+        with device:
+            return transformers.AutoModel.from_config(config, dtype=dtype).to(dtype).train()
+
+    run = {"batch": 16, "sequence": positions, "precision": PRECISIONS[precision], "step": "fused"}
+    planned = make_plan(Setup(from_module(build(torch.device("meta"))), **run))
+    simulation = Simulation(A100)
+    with simulation, Observer(simulation) as observer:
+        model = build(simulation.device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            ids = torch.randint(0, 1000, (16, positions), device=simulation.device)
+            images = torch.randn(16, 3, 224, 224, device=simulation.device, dtype=dtype)
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                output = model(input_ids=ids, pixel_values=images, return_loss=True)
+            output.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            del output
+        trace = settle(observer.renumber(simulation.trace()))
+    ledger = Ledger.from_trace(trace)
+    assert ledger.peak_allocated == pytest.approx(planned.peak, rel=0.05)
+    activations = planned.peak_moment.bills["activations"]
+    assert ledger.bills["activations"] == pytest.approx(activations, rel=0.05)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pytest_vram.planning.configs import FAMILIES, from_config, named, read_config
+from pytest_vram.planning.configs import FAMILIES, PAIRS, from_config, named, read_config
 from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.senses import SENSE_DEFAULTS
 from pytest_vram.planning.seq2seq import BART_LIKE
@@ -647,6 +647,41 @@ def test_models_that_see_or_hear_agree_with_transformers(kind, published):
     shape = from_config(raw)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert "and projector are counted" in shape.notes[-1]
+
+
+CLIP_LARGE = {
+    "model_type": "clip",
+    "architectures": ["CLIPModel"],
+    "projection_dim": 768,
+    "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+    "vision_config": {**VISION, "image_size": 224, "num_attention_heads": 16},
+}
+
+
+def test_two_towers_in_a_contrastive_loss():
+    """openai/clip-vit-large-patch14: 427,616,513 parameters; clip-vit-base-patch32 is what the
+    class has: 151,277,313."""
+    shape = from_config(CLIP_LARGE)
+    assert shape.parameters == 427_616_513
+    assert from_config({"model_type": "clip"}).parameters == 151_277_313
+    assert [tower.tokens for tower in shape.towers] == [257, 0]
+    assert (shape.positions, shape.head) == (77, "none")
+    with pytest.raises(PlanError, match="of clip the two towers together are planned"):
+        from_config({**CLIP_LARGE, "architectures": ["CLIPVisionModel"]})
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["as published", "every field"])
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.filterwarnings("ignore")
+def test_pairs_agree_with_transformers(kind, published):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING[kind]()
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    config.architectures = [type(model).__name__]
+    raw = json.loads(config.to_json_string(use_diff=published))
+    assert from_config(raw).parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", SENSE_DEFAULTS)
