@@ -507,6 +507,8 @@ def embedding_bytes(shape: ModelShape, f: Forward, sharding: Sharding) -> int:
     a projection from narrow embeddings and convolutions over audio keep."""
     p = f.precision
     total = f.batch * shape.kept_per_sample * p.compute
+    total += f.tokens * (shape.kept_per_token * p.compute)
+    total += f.tokens * shape.wide_per_token * (4 if p.cache else p.compute)
     if shape.frames_per_sample and p.cache:
         total += f.batch * shape.frames_per_sample * p.compute  # the cast input
     for tower in shape.towers:

@@ -15,6 +15,7 @@ from pathlib import Path
 from pytest_vram.planning import encoders, seq2seq
 from pytest_vram.planning.decoders import DECODERS
 from pytest_vram.planning.fields import Config, Fields, changed
+from pytest_vram.planning.hearing import wav2vec2
 from pytest_vram.planning.pairs import pair
 from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.recurrent import RECURRENT
@@ -55,6 +56,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "umt5": seq2seq.t5,
     **dict.fromkeys(seq2seq.BART_LIKE, seq2seq.bart),
     "whisper": seq2seq.whisper,
+    **dict.fromkeys(("wav2vec2", "hubert"), wav2vec2),
 }
 
 

@@ -131,6 +131,8 @@ def _inputs(setup: Setup) -> int:
     shape = setup.shape
     if shape.frames_per_sample:  # audio, labels and the decoder's tokens
         return setup.batch * (shape.frames_per_sample * 4 + 2 * 8 * setup.sequence)
+    if shape.audio_per_token:
+        return setup.batch * setup.sequence * shape.audio_per_token * 4
     if shape.pixels_per_sample:
         text = setup.sequence if shape.vocab else 1  # token ids, or one label
         return setup.batch * (shape.pixels_per_sample * 4 + 8 * text)

@@ -358,6 +358,9 @@ class ModelShape:
     tokens_per_sample: int = 0  #: fixed sequence (ViT); 0: as asked
     pixels_per_sample: int = 0
     frames_per_sample: int = 0  #: fp32 values of audio beside the tokens (Whisper)
+    audio_per_token: int = 0  #: fp32 samples of sound that become one position (wav2vec 2.0)
+    kept_per_token: int = 0  #: values that convolutions keep of them, in c each
+    wide_per_token: int = 0  #: and those that autocast keeps in fp32
     kept_per_sample: int = 0  #: values that convolutions before the first layer keep, in c each
     capped_logits: bool = False  #: a tanh over the logits (Gemma 2)
     scaled_logits: bool = False  #: the logits are multiplied by a number (Cohere, Granite)

@@ -558,3 +558,57 @@ def test_two_towers_in_a_contrastive_loss(name, positions, precision):
     assert ledger.peak_allocated == pytest.approx(planned.peak, rel=0.05)
     activations = planned.peak_moment.bills["activations"]
     assert ledger.bills["activations"] == pytest.approx(activations, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-plain"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("wav2vec2", {}),
+        ("wav2vec2", {"feat_extract_norm": "layer", "conv_bias": True}),
+        ("wav2vec2", {"do_stable_layer_norm": True}),
+        ("hubert", {}),
+    ],
+    ids=["wav2vec2", "layered", "stable", "hubert"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_encoders_of_raw_sound(name, options, precision):
+    """Four samples of ten seconds, 499 frames each: peaks and activations within 3 %."""
+    rates = ("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout")
+    config = transformers.CONFIG_MAPPING[name](
+        hidden_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        intermediate_size=2048,
+        apply_spec_augment=False,
+        layerdrop=0.0,
+        final_dropout=0.0,
+        **dict.fromkeys(rates, 0.0),
+        **options,
+    )
+    dtype = torch.bfloat16 if precision == "bf16-plain" else torch.float32
+
+    def build(device: Any) -> Any:
+        with device:
+            return transformers.AutoModelForCTC.from_config(config, dtype=dtype).to(dtype).train()
+
+    run = {"batch": 4, "sequence": 499, "precision": PRECISIONS[precision], "step": "fused"}
+    planned = make_plan(Setup(from_module(build(torch.device("meta"))), **run))
+    simulation = Simulation(A100)
+    with simulation, Observer(simulation) as observer:
+        model = build(simulation.device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            sound = torch.randn(4, 160_000, device=simulation.device, dtype=dtype)
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                loss = model(sound).logits.float().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            del loss
+        trace = settle(observer.renumber(simulation.trace()))
+    ledger = Ledger.from_trace(trace)
+    assert ledger.peak_allocated == pytest.approx(planned.peak, rel=0.03)
+    activations = planned.peak_moment.bills["activations"]
+    assert ledger.bills["activations"] == pytest.approx(activations, rel=0.03)
