@@ -66,7 +66,7 @@ PAIRS = ("clip", "siglip")
 UNREAD = frozenset(
     (
         *("rwkv", "xlstm", "recurrent_gemma", "zamba", "zamba2", "falcon_h1", "kimi_linear"),
-        *("olmo_hybrid", "minimax", "lfm2_moe"),
+        *("olmo_hybrid", "minimax"),
     )
 )
 _INSTEAD = (

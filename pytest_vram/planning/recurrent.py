@@ -231,10 +231,19 @@ def nemotron_h(f: Fields) -> ModelShape:
 
 def lfm2(f: Fields) -> ModelShape:
     """LFM2: short convolutions between layers of attention. Its feed-forward size is two thirds of
-    what the file says, rounded up."""
+    what the file says, rounded up; its mixtures take theirs as it is."""
     layers, hidden = f.need("num_hidden_layers"), f.need("hidden_size")
     ffn = f.need("block_ff_dim", "intermediate_size")
-    if f.flag("block_auto_adjust_ff_dim", True):
+    routed: dict[str, Any] = {}
+    if f.get("model_type") == "lfm2_moe":
+        routed = {
+            "experts": f.need("num_experts"),
+            "top_k": f.need("num_experts_per_tok"),
+            "moe_ffn": f.need("moe_intermediate_size"),
+            "moe_layers": layers - f.get("num_dense_layers", default=2),
+            "fused_experts": True,
+        }
+    elif f.flag("block_auto_adjust_ff_dim", True):
         ffn = int(2 * ffn / 3)
         ffn = int(f.get("block_ffn_dim_multiplier", default=1.0) * ffn)
         step = f.get("block_multiple_of", default=256)
@@ -244,7 +253,8 @@ def lfm2(f: Fields) -> ModelShape:
     else:
         attending = len(f.get("full_attn_idxs", default=range(layers)))
     mixer = ShortConv(hidden, f.get("conv_L_cache", default=3), f.flag("conv_bias", False))
-    tower = _hybrid(f, mixer, layers - attending, ffn=ffn, qk_norm="head", activation="silu")
+    options: dict[str, Any] = {"qk_norm": "head", "activation": "silu", **routed}
+    tower = _hybrid(f, mixer, layers - attending, ffn=ffn, **options)
     return assemble(f, tower, tied=True)
 
 
@@ -300,5 +310,6 @@ RECURRENT: dict[str, Callable[[Fields], ModelShape]] = {
     "granitemoehybrid": granite_hybrid,
     "nemotron_h": nemotron_h,
     "lfm2": lfm2,
+    "lfm2_moe": lfm2,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen3_next),
 }

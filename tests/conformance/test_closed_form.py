@@ -393,6 +393,11 @@ ALIKE |= {
         0.0,
     ),
 }
+ALIKE["lfm2_moe"] = (
+    {**GROUPED, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 512, "num_dense_layers": 1},
+    0.0,
+)
 ALIKE |= dict.fromkeys(("exaone", "internlm3", "cwm"), ({**GROUPED, "pad_token_id": 0}, 0.0))
 ALIKE["ministral"] = ({**GROUPED, "head_dim": 64}, 0.0)
 ALIKE["lfm2"] = ({**GROUPED, "layer_types": ["conv", "conv", "full_attention", "conv"]}, 0.0)

@@ -306,6 +306,13 @@ def _small(family):
             "moe_shared_expert_intermediate_size": 48,
         },
         "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+        "lfm2_moe": {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "num_dense_layers": 1,
+        },
         **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
     }
     usual = {
