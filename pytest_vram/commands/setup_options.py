@@ -163,24 +163,27 @@ def _of_file(path: Path) -> ModelShape:
         if not (shape.guessed or shape.partial):
             return shape
     except UnknownFamilyError as error:
+        if not error.readable:
+            raise
         unknown = error
-    if (
-        importlib.util.find_spec("transformers") is None
-        or importlib.util.find_spec("torch") is None
-    ):
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "torch")):
         if shape is not None:
             return shape
         raise PlanError(f"{unknown}. With transformers installed, it is built and counted")
     from pytest_vram.planning.modules import build, from_module
 
     try:
-        return from_module(build(path))
+        module = build(path)
     except PlanError as error:
         if shape is not None:
             return shape
-        raise PlanError(
-            str(error) if str(unknown) in str(error) else f"{unknown}. {error}"
-        ) from None
+        raise PlanError(f"{unknown} ({error})") from None
+    try:
+        return from_module(module)
+    except PlanError as error:
+        if shape is not None:
+            return shape
+        raise PlanError(f"{path}: {error}") from None
 
 
 def _explicit(values: Mapping[str, Any]) -> ModelShape:

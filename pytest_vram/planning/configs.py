@@ -104,7 +104,7 @@ def from_config(config: Config, where: str = "config") -> ModelShape:
             f"Llama's; compare {shape.parameters:,} parameters with what its authors say",
         )
     else:
-        raise UnknownFamilyError(_unknown(str(kind), where))
+        raise UnknownFamilyError(_unknown(str(kind), where), readable=kind not in UNREAD)
     shape = changed(shape, notes=(*shape.notes, *notes))
     shape = _with_senses(shape, whole, where)
     return changed(shape, name=str(whole.get("_name_or_path") or kind))

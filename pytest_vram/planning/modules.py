@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_vram.planning.configs import UNREAD, from_config
+from pytest_vram.planning.configs import from_config
 from pytest_vram.planning.shapes import (
     Activation,
     ModelShape,
@@ -85,9 +85,8 @@ def _of_config(module: nn.Module, config: Mapping[str, Any]) -> ModelShape:
         if not known.guessed:
             return _whole_of(known)
     except UnknownFamilyError as error:
-        if config.get("model_type") in UNREAD:
+        if not error.readable:
             raise
-        unknown = error
     try:
         _cover(module)
         shape = _recognise(module)
@@ -98,7 +97,8 @@ def _of_config(module: nn.Module, config: Mapping[str, Any]) -> ModelShape:
                 "if its layers were Llama's; parameters are those of the model that was built"
             )
             return _whole_of(replace(known, notes=(said, *known.notes[1:])))
-        raise PlanError(f"{unknown}. Built, {error}") from None
+        kind = config.get("model_type")
+        raise PlanError(f"model_type {kind!r} is not known to the planner, and {error}") from None
     note = (
         f"{config.get('model_type')} has no closed form here: parameters are those of the model "
         "that was built, layers are read off the blocks that it repeats"

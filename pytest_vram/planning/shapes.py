@@ -37,7 +37,12 @@ class PlanError(ValueError):
 
 
 class UnknownFamilyError(PlanError):
-    """A configuration whose family has no closed form here."""
+    """A configuration whose family has no closed form here. ``readable``: a model that was built of
+    it may say more."""
+
+    def __init__(self, message: str, *, readable: bool = True) -> None:
+        super().__init__(message)
+        self.readable = readable
 
 
 @dataclass(frozen=True, slots=True)

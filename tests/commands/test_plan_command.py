@@ -77,6 +77,24 @@ def test_a_configuration_whose_family_is_not_known_is_built(tmp_path):
     assert "ctrl has no closed form here" in data["notes"][0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("rwkv", "rwkv has recurrent layers (state-space or linear attention); what their kernels"),
+        ("convnext", "is not known to the planner, and its 9 equal blocks at"),
+        ("newllm", "does not know 'newllm' either"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_once(kind, sentence, tmp_path):
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": kind}))
+    result = run("plan", file)
+    assert result.exit_code == 2
+    assert result.output.count(sentence) == 1
+    assert result.output.count(f"{kind!r} is not known") + result.output.count("rwkv has") == 1
+
+
 def test_what_does_not_fit_is_blamed_and_rescued():
     result = run("plan", "llama-3-8b", "-b", 2, "-s", 2048, "-g", "a100-80gb")
     assert "The bill to blame is optimizer state: ZeRO-1, 8-bit states or offload." in result.output
