@@ -72,6 +72,17 @@ UNREAD = frozenset(
 _INSTEAD = (
     "`pytest-vram simulate train.py` runs a step of it on a simulated card and counts every bill"
 )
+#: Families with Llama's sizes and other layers: what transformers builds of them counts otherwise.
+UNLIKE = frozenset(
+    (
+        *("apertus", "apertus1p5_text", "big_bird", "bitnet", "clvp_encoder", "cosmos3_edge_text"),
+        *("csm", "diffllama", "dory", "gemma4_text", "gemma4_unified_text", "git", "glm4v_text"),
+        *("glm_ocr_text", "granite_docling_text", "granite_swa", "higgs_audio_v2", "hrm_text"),
+        *("hyperclovax", "modernbert-decoder", "molmo2_text", "muse_glimmer_text", "rembert"),
+        *("paddleocr_vl_text", "phi4_multimodal", "roc_bert", "roformer", "xmod"),
+        "voxtral_realtime_text",
+    )
+)
 #: Where a configuration has these, its layers are not Llama's.
 _UNLIKE_LLAMA = ("encoder", "expert", "latent", "lora_rank", "ssm", "state_size", "conv", "hybrid")
 
@@ -107,6 +118,8 @@ def from_config(config: Config, where: str = "config") -> ModelShape:
         raise UnknownFamilyError(_unknown(str(kind), where), readable=kind not in UNREAD)
     shape = changed(shape, notes=(*shape.notes, *notes))
     shape = _with_senses(shape, whole, where)
+    if kind in UNLIKE:
+        raise UnknownFamilyError(_unknown(str(kind), where), guess=shape)
     return changed(shape, name=str(whole.get("_name_or_path") or kind))
 
 

@@ -87,6 +87,7 @@ def _of_config(module: nn.Module, config: Mapping[str, Any]) -> ModelShape:
     except UnknownFamilyError as error:
         if not error.readable:
             raise
+        known = error.guess
     try:
         _cover(module)
         shape = _recognise(module)

@@ -38,11 +38,14 @@ class PlanError(ValueError):
 
 class UnknownFamilyError(PlanError):
     """A configuration whose family has no closed form here. ``readable``: a model that was built of
-    it may say more."""
+    it may say more. ``guess``: its shape as Llama's, whose count is known to be wrong."""
 
-    def __init__(self, message: str, *, readable: bool = True) -> None:
+    def __init__(
+        self, message: str, *, readable: bool = True, guess: ModelShape | None = None
+    ) -> None:
         super().__init__(message)
         self.readable = readable
+        self.guess = guess
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from pytest_vram.planning.configs import FAMILIES, PAIRS, from_config, named, read_config
+from pytest_vram.planning.configs import FAMILIES, PAIRS, UNLIKE, from_config, named, read_config
 from pytest_vram.planning.published import MODELS
 from pytest_vram.planning.senses import SENSE_DEFAULTS
 from pytest_vram.planning.seq2seq import BART_LIKE
-from pytest_vram.planning.shapes import PlanError, Tower, decoder
+from pytest_vram.planning.shapes import PlanError, Tower, UnknownFamilyError, decoder
 from pytest_vram.planning.states import Lora
 from pytest_vram.planning.text_defaults import TEXT_DEFAULTS
 
@@ -516,6 +516,29 @@ def test_an_unknown_family_with_llamas_sizes_is_planned_as_llama_and_says_so():
         "model_type 'newllm' is not known to the planner: planned as if its layers were Llama's; "
         "compare 6,738,415,616 parameters with what its authors say",
     )
+
+
+def test_a_family_that_is_known_to_be_otherwise_is_not_taken_for_llama():
+    with pytest.raises(UnknownFamilyError, match="'gemma4_text' is not known") as error:
+        from_config({**UNKNOWN, "model_type": "gemma4_text"})
+    assert error.value.guess.guessed
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", sorted(UNLIKE & {"bitnet", "diffllama", "apertus", "rembert"}))
+def test_what_is_known_to_be_otherwise_is(kind):
+    """Their counts as Llama are not those of the models that transformers builds."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    config = transformers.CONFIG_MAPPING[kind]()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnknownFamilyError) as error:
+        from_config({**config.to_dict(), "architectures": [type(model).__name__]})
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert error.value.guess.parameters != counted
 
 
 @pytest.mark.parametrize(
