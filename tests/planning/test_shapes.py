@@ -683,6 +683,30 @@ def test_models_that_see_or_hear_agree_with_transformers(kind, published):
     assert "and projector are counted" in shape.notes[-1]
 
 
+@pytest.mark.parametrize("inner", [None, 28672])
+@pytest.mark.filterwarnings("ignore")
+def test_aya_vision_agrees_with_transformers(inner):
+    """Its class's own sizes cannot be built: 14 heads do not divide 1,152."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    auto = getattr(transformers, "AutoModelForMultimodalLM", None)
+    if auto is None:
+        pytest.skip("this transformers has no AutoModelForMultimodalLM")
+    sizes = {"num_attention_heads": 16, "num_hidden_layers": 2, "intermediate_size": 96}
+    seen = {"model_type": "siglip_vision_model", "hidden_size": 64, "image_size": 28, **sizes}
+    read = {"model_type": "cohere2", "hidden_size": 64, "num_key_value_heads": 8, **sizes}
+    config = transformers.CONFIG_MAPPING["aya_vision"](
+        vision_config={**seen, "patch_size": 14}, text_config={**read, "vocab_size": 211}
+    )
+    if inner:
+        config.alignment_intermediate_size = inner
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    config.architectures = [type(model).__name__]
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert from_config(json.loads(config.to_json_string())).parameters == counted
+
+
 SOUND = {"model_type": "wav2vec2", "hidden_size": 768, "num_hidden_layers": 12}
 SOUND |= {"num_attention_heads": 12, "intermediate_size": 3072, "vocab_size": 32}
 LARGE_SOUND = {**SOUND, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
