@@ -135,10 +135,12 @@ class AccumulationWatch(Collector):
         if update.closure or update.nested or {"second step", "scaled step"} & self.found.keys():
             return
         parameters = [p for p in optimizer_parameters(update.optimizer) if p.grad is not None]
-        again = [p for p in parameters if self._loop.state(p).used_up()]
+        states = self._loop.gradients
+        again = [p for p in parameters if (s := states.get(id(p))) is not None and s.applied]
+        again = [p for p in again if self._loop.state(p).used_up()]
         applied = [self._loop.state(p).applied_at for p in again]
         first = next((entry for entry in applied if entry is not None), None)
-        if first is None or not again:
+        if first is None:
             return
         other, line = first[0](), first[1]
         who = self._loop.describe(update.optimizer)

@@ -26,18 +26,20 @@ class UnitWatch(Collector):
     def update_begins(self, update: Update) -> None:
         if update.scaler is None:
             self._beside_the_scaler(update)
-        elif self._mixed_scales(update) or self._foreign_scaler(update):
-            pass
-        elif id(update.optimizer) not in self._calls.of(update.scaler).unscaled:
+            return
+        states = self._states(update.optimizer)
+        if self._mixed_scales(update, states) or self._foreign_scaler(update, states):
+            return
+        if id(update.optimizer) not in self._calls.of(update.scaler).unscaled:
             self._scale_changed(update.optimizer, update.scaler, update.line)
             self._never_scaled(update)
 
     def _states(self, optimizer: Any) -> list[GradientState]:
         return [self._loop.state(p) for p in optimizer_parameters(optimizer) if p.grad is not None]
 
-    def _mixed_scales(self, update: Update) -> bool:
+    def _mixed_scales(self, update: Update, states: list[GradientState]) -> bool:
         """One sum of gradients, whose parts were multiplied by different scales."""
-        mixed = [state.mixed for state in self._states(update.optimizer) if state.mixed is not None]
+        mixed = [state.mixed for state in states if state.mixed is not None]
         if not mixed:
             return False
         first, second = mixed[0].scales
@@ -57,11 +59,11 @@ class UnitWatch(Collector):
         )
         return True
 
-    def _foreign_scaler(self, update: Update) -> bool:
+    def _foreign_scaler(self, update: Update, states: list[GradientState]) -> bool:
         """Scaled by one scaler, divided by another."""
-        for state in self._states(update.optimizer):
-            maker = state.scaler() if state.scaler is not None else None
-            if state.contributions and maker is not None and maker is not update.scaler:
+        for state in states:
+            maker = state.scaler() if state.contributions and state.scaler is not None else None
+            if maker is not None and maker is not update.scaler:
                 self._add(
                     "foreign scaler",
                     f"{self._loop.describe(update.optimizer)} is stepped through another "
