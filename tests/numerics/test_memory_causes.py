@@ -17,8 +17,9 @@ from pytest_vram.bills import settle
 from pytest_vram.findings import Finding
 from pytest_vram.numerics import Watch
 from pytest_vram.numerics.lives import Lives
-from pytest_vram.numerics.memory_causes import judge, peak_reserved_under, with_causes
+from pytest_vram.numerics.memory_causes import judge, with_causes
 from pytest_vram.numerics.memory_explain import explain
+from pytest_vram.numerics.memory_waste import peak_reserved_under
 from pytest_vram.numerics.memory_watch import Growing, MemoryWatch, Observed
 from pytest_vram.observe import Observer
 from pytest_vram.sim import Simulation, find_profile
