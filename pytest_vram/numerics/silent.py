@@ -16,7 +16,7 @@ from pytest_vram.numerics.events import Backward, Listener, Update
 from pytest_vram.numerics.loop import Loop
 from pytest_vram.numerics.loss_graph import below_scaling
 from pytest_vram.numerics.names import listed
-from pytest_vram.numerics.probes import held_as
+from pytest_vram.numerics.probes_modules import held_as
 
 
 class SilentWatch(Listener):
