@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pytest_vram.frames import describe, local_variables, user_frames
+from pytest_vram.frames import describe, local_variables, owner, user_frames
 from pytest_vram.numerics.sources import Scope
 
 #: Objects, nodes and elements that one look visits at most.
@@ -223,6 +223,52 @@ def containers() -> list[Container]:
             if not name.startswith("__"):
                 walk.visit(value, name, place, 0)
     return walk.found
+
+
+def unnamed_containers() -> list[Container]:
+    """Attributes of the user's objects that no variable leads to: a dataset inside a loader's
+    iterator. All objects of the process are looked through."""
+    found: dict[str, Container] = {}
+    known: dict[type, bool] = {}
+    for item in gc.get_objects():
+        kind = type(item)
+        if kind not in known:
+            known[kind] = _by_the_user(kind)
+        for name, value in list(_attributes_of(item).items()) if known[kind] else ():
+            count = _tensors_in(value) if name not in _OF_MODULES else 0
+            if not count:
+                continue
+            who = f"{type(value).__name__} '{name}' of a {kind.__name__}"
+            more = found[who].tensors if who in found else 0
+            scope = Scope(f"self.{name}", _methods(kind)[0].__code__)
+            found[who] = Container(who, count + more, 0, "container", scope)
+    return list(found.values())
+
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+def _tensors_in(value: Any) -> int:
+    if type(value) not in (list, dict, set, deque) or len(value) > _MOST_OBJECTS:
+        return 0
+    held = value.values() if type(value) is dict else value
+    return sum(t.device.type == "cuda" for inner in list(held) for t in direct_tensors(inner))
+
+
+def _attributes_of(item: Any) -> dict[str, Any]:
+    try:  # not the object's own __getattr__, which may be anything
+        own = object.__getattribute__(item, "__dict__")
+    except AttributeError:
+        return {}
+    return own if type(own) is dict else {}
+
+
+def _methods(kind: type) -> list[FunctionType]:
+    return [one for one in vars(kind).values() if is_a(one, FunctionType)]
+
+
+def _by_the_user(kind: type) -> bool:
+    return any(owner(method.__code__.co_filename) == "user" for method in _methods(kind))
 
 
 @dataclass(frozen=True, slots=True)

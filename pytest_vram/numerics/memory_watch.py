@@ -32,6 +32,7 @@ from pytest_vram.numerics.holders import (
     hooks_of,
     is_a,
     refers_to_itself,
+    unnamed_containers,
     variables,
 )
 from pytest_vram.numerics.loop import Loop
@@ -161,6 +162,9 @@ class MemoryWatch(Listener):
         self._containers: dict[str, list[Container]] = {}
         self._hooks: dict[str, list[tuple[int, str]]] = {}  # module -> hooks at each look
         self._held: dict[int, weakref.ref[Tensor]] = {}  # by modules, at the looks so far
+        self._unnamed: dict[
+            str, list[Container]
+        ] = {}  # as the named ones, while none of those grows
         self._states: list[tuple[str, list[weakref.ref[Tensor]]]] = []
         self._described = False
         self._eval_line = ""
@@ -214,7 +218,7 @@ class MemoryWatch(Listener):
         ] or [
             # A model per trial of several steps: it need not gain at every look.
             looks
-            for looks in self._containers.values()
+            for looks in [*self._unnamed.values(), *self._containers.values()]
             if _climbs([look.tensors for look in looks])
         ]
         growing.sort(key=lambda seen: (seen[0].tensors - seen[-1].tensors, -seen[-1].depth))
@@ -327,6 +331,7 @@ class MemoryWatch(Listener):
         self.observed.holders.clear()
         self._graphs.clear()
         self._containers.clear()
+        self._unnamed.clear()
         self._hooks.clear()
         self._held.clear()
 
@@ -360,6 +365,9 @@ class MemoryWatch(Listener):
         if number >= 3 and alive[-1] - alive[-2] > SUSPICIOUS:
             for container in containers():
                 self._containers.setdefault(container.who, []).append(container)
+            if not any(_grows([one.tensors for one in c], 2) for c in self._containers.values()):
+                for container in unnamed_containers():
+                    self._unnamed.setdefault(container.who, []).append(container)
         self._count_hooks()
         self._states_alive()
 

@@ -191,7 +191,7 @@ def _force_unit_scale(scaler: Any, outputs: Any) -> None:
 
 
 def subclasses(cls: Any) -> Iterator[Any]:
-    for child in cls._subclasses__():
+    for child in cls.__subclasses__():
         yield child
         yield from subclasses(child)
 

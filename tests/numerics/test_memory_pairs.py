@@ -102,6 +102,29 @@ def a_sum_on_a_module_of_torch(faulty: bool) -> None:
         model.total = model.total + (loss if faulty else loss.detach())
 
 
+class Rows(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, caches: bool) -> None:
+        self.caches, self.seen = caches, dict[int, Tensor]()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = torch.randn(256, WIDE, device="cuda")
+        if self.caches:
+            self.seen[index] = row
+        return row
+
+
+@pair("fail", r"dict 'seen' of a Rows \(\d+ -> \d+ tensors\) keeps tensors of past steps"
+      r".*__getitem__: self\.seen\[index\] = row")  # fmt: skip
+def a_dataset_that_nobody_names(faulty: bool) -> None:
+    model = stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x in torch.utils.data.DataLoader(Rows(faulty), batch_size=4):
+        step(optimizer, model(x).pow(2).mean())
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_fault_is_named(name: str) -> None:
     loop, severity, says = PAIRS[name]
