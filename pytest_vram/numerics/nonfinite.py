@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pytest_vram.findings import Finding
 from pytest_vram.numerics.events import Backward, Listener, Update
@@ -342,6 +343,7 @@ class FiniteWatch(Listener):
             return
         self.settle_losses()
         if not update.applied:
+            self._judge_statistics(update)
             return
         self._updates += 1
         if update.closure and update.scaler is None:
@@ -349,6 +351,7 @@ class FiniteWatch(Listener):
             self._judge_gradients(optimizer_parameters(update.optimizer), update.line)
         if "parameters" in self.found or not _worth_checking(self._updates):
             return
+        self._judge_statistics(update)
         parameters = optimizer_parameters(update.optimizer)
         if self.check.finite(p.detach() for p in parameters):
             return
@@ -366,6 +369,35 @@ class FiniteWatch(Listener):
             if why
             else "lower the learning rate, and clip gradients before the step",
             {"what": "parameters", "parameters": names},
+        )
+
+    def _judge_statistics(self, update: Update) -> None:
+        """Running means and variances: one bad batch, even one whose step the scaler skipped, and
+        the module gives NaN in eval mode for good."""
+        if {"statistics", "loss"} & self.found.keys():
+            return
+        named = {
+            f"{name} of {self._loop.names.module_name(module)}": buffer
+            for root in self._loop.names.roots()
+            for module in root.modules()
+            if isinstance(module, _NormBase)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.dtype.is_floating_point
+        }
+        if self.check.finite(named.values()):
+            return
+        bad = [name for name, buffer in named.items() if self.check.bad([buffer])]
+        self.on_found()
+        self.found["statistics"] = Finding(
+            "non-finite",
+            "fail",
+            f"running statistics are not finite at step {self._loop.step} ({update.line}): "
+            f"{listed(bad)}; in eval mode these modules give NaN",
+            (self._bad_input,) if self._bad_input else (),
+            "a batch with NaN or inf got there, or a forward that overflowed (a step that the "
+            "scaler skips updates them all the same): guard that forward, and reset the buffers "
+            "(reset_running_stats)",
+            {"what": "statistics", "buffers": bad},
         )
 
     @staticmethod

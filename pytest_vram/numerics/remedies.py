@@ -20,6 +20,13 @@ _MASKED_CLASS = (
     "a loss that averages over all classes (label smoothing, a divergence) meets the masked ones: "
     "mask with a finite value (-1e4), or leave these classes out of the loss"
 )
+_SINGULAR = (
+    "the matrix is singular, or nearly so: add a small multiple of the identity, a + 1e-6 * eye"
+)
+_DEGENERATE = (
+    "the derivative of eigenvectors and singular vectors divides by differences of their values, "
+    "and equal ones give NaN: use the values alone (eigvalsh, svdvals), or set them apart"
+)
 _EDGE = "clamp inside the interval, x.clamp(-1 + 1e-6, 1 - 1e-6): at its ends the slope is infinite"
 _SOFTMAX = "mask with a finite value inside the dtype's range and zero the empty rows"
 _ONE_ELEMENT = (
@@ -42,6 +49,11 @@ _REMEDIES: dict[str, str] = {
     **dict.fromkeys(("sqrt", "rsqrt", "norm", "linalg_vector_norm", "_cdist_forward"), _ROOT),
     **dict.fromkeys(("masked_fill", "where", "full", "full_like", "index_put"), _MASKED_CLASS),
     **dict.fromkeys(("acos", "asin", "atanh", "acosh"), _EDGE),
+    **dict.fromkeys(
+        ("linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex"),
+        _SINGULAR,
+    ),
+    **dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_eig"), _DEGENERATE),
     **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), _SOFTMAX),
     **dict.fromkeys(("std", "var", "var_mean", "std_mean"), _ONE_ELEMENT),
     **dict.fromkeys(("sum", "mean", "cumsum", "prod", "dot"), _REDUCE),

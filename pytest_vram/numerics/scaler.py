@@ -292,12 +292,25 @@ def _later_skips(
     details = list(_history_lines(steps))
     if first_bad:
         details.append(first_bad)
+    raised = _raised_by_hand(steps)
+    if raised:
+        sentence += f"; scaler.update(new_scale) at {raised} raises it again by hand"
+        hint = "leave the scale to the scaler: what overflowed once overflows again at that scale"
+        return Finding("scaler", "fail", sentence, tuple(details), hint, _data(steps))
     hint = (
         "an overflow after the scale has settled comes from a batch or an operator, not from the "
         "search for a scale: look at that step's data and loss; allow it with skipped_steps="
         f"{len(later)} only if it is expected"
     )
     return Finding("scaler", "fail", sentence, tuple(details), hint, _data(steps))
+
+
+def _raised_by_hand(steps: Sequence[ScalerStep]) -> str:
+    """Line of an update that set a higher scale, after which gradients overflowed."""
+    for previous, step in pairwise(steps):
+        if previous.set_by_hand and previous.scale_after > previous.scale_before and step.found_inf:
+            return next((c.line for c in reversed(previous.calls) if c.kind == "update"), "")
+    return ""
 
 
 def _search_unfinished(

@@ -355,6 +355,49 @@ def a_rate_that_explodes(faulty: bool) -> None:
     train(lambda model: model(batch() * 5).pow(4).mean(), 1e6 if faulty else 1e-3)
 
 
+@pair("non-finite", "fail", r"running statistics are not finite at step 2 .*: running_mean of 1 "
+      r"and running_var of 1; in eval mode these modules give NaN")  # fmt: skip
+def a_skipped_batch_that_stays_in_the_statistics(faulty: bool) -> None:
+    """The forward overflows once; the scaler skips the step, batch norm does not."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).cuda()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cuda", init_scale=256.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        x = batch()
+        with torch.autocast("cuda", dtype=torch.float16):
+            hidden = model[0](x * (1e6 if faulty and number == 1 else 1.0))
+        out = model[2](model[1](hidden.float())).nan_to_num(0.0)
+        scaler.scale(out.pow(2).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pair("non-finite", "fail", r"linalg_inv_ex .* made NaN.*the matrix is singular.*identity")
+def a_matrix_without_an_inverse(faulty: bool) -> None:
+    def loss(model: nn.Module) -> Tensor:
+        rows = model(batch())[:, :2]
+        square = rows[:1].T @ rows[:1]
+        ridge = torch.eye(2, device="cuda") * (0.0 if faulty else 1.0)
+        return torch.linalg.inv_ex(square + ridge)[0].sum()
+
+    train(loss)
+
+
+@pair("scaler", "fail", r"skipped after the warm-up.*; scaler\.update\(new_scale\) at \S+:\d+ .* "
+      r"raises it again by hand")  # fmt: skip
+def a_scale_that_is_raised_by_hand(faulty: bool) -> None:
+    model = mlp(16, 32, 4)
+    start = 2.0**30 if faulty else 1024.0
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cuda", init_scale=start)
+    for _ in range(6):
+        optimizer.zero_grad()
+        scaler.scale(half_loss(model, 1e4 if faulty else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if faulty and scaler.get_scale() < 2.0**29:
+            scaler.update(2.0**30)
+
+
 # ---- the tests
 
 
