@@ -16,11 +16,13 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from pytest_vram.sim import (  # noqa: F401  (fastpath, sampling, sparse: their handlers)
+    comparisons,
     errors,
     fastpath,
     inplace,
     products,
     sampling,
+    selection,
     shapes,
     sparse,
 )
@@ -30,6 +32,14 @@ from pytest_vram.sim.kernels import attention, batchnorm, rnn, rnn_cudnn
 from pytest_vram.sim.tensors import CUDA
 
 aten = torch.ops.aten
+
+
+#: Where ``torch.func`` takes these apart before autograd sees them (ATen/functorch/
+#: PyTorchOperatorHacks.cpp, BatchRulesDecompositions.cpp, v2.6.0, v2.14.1).
+_TRANSFORMED = {
+    "dropout": "FuncTorchDynamicLayerFrontMode",
+    "scaled_dot_product_attention": "FuncTorchVmapMode",
+}
 
 
 @contextlib.contextmanager
@@ -54,6 +64,9 @@ def installed(simulation: Any) -> Iterator[None]:
                 if operator not in HANDLERS:
                     HANDLERS[operator] = _as_handler(function)
                     mine.append(operator)
+        for name, key in _TRANSFORMED.items():
+            if operators([name]):
+                register_kernel(library, name, replacements(simulation)[name], key)
         yield
     finally:
         for operator in mine:
@@ -88,6 +101,8 @@ def replacements(simulation: Any) -> dict[str, Callable[..., Any]]:
         "_cudnn_rnn_flatten_weight": rnn_cudnn.flatten_weight,
         **rnn.composites(simulation.card),
         **shapes.COMPOSITES,
+        **comparisons.COMPOSITES,
+        "where.ScalarOther": functools.partial(selection.where, simulation.mode),
         "_scaled_dot_product_attention_math": functools.partial(_math_attention, simulation.mode),
         "scaled_dot_product_attention": functools.partial(
             attention.sdpa, card=simulation.card, chosen=simulation.attention_chosen

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from pytest_vram.places import shown_from
@@ -216,6 +217,8 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             tensors = [
                 leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             ]
+            if any(map(is_traceable_wrapper_subclass, tensors)):
+                return NotImplemented  # its own dispatch comes first, and calls with its parts
             for tensor in tensors:
                 if tensor.is_cuda and not isinstance(tensor, FakeTensor):
                     raise values.real_tensor(func, tensor) from None

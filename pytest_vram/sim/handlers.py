@@ -35,7 +35,7 @@ def _read_scalar(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     return values.scalar(args[0])
 
 
-@_handles(aten.equal.default, aten.allclose.default)
+@_handles(aten.equal.default)
 def _read_equal(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     first, second = args[:2]
     on_gpu = any(type(t) is SimTensor and t.is_cuda for t in (first, second))
@@ -95,6 +95,23 @@ def _copy(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
         mode.ledger.operator(func, args, kwargs, [target], None, source.is_cuda)
     values.fill_host(target, source)
     return target
+
+
+@_handles(
+    aten._foreach_addcmul.Tensor,
+    aten._foreach_addcmul_.Tensor,
+    aten._foreach_addcdiv.Tensor,
+    aten._foreach_addcdiv_.Tensor,
+)
+def _foreach_by_tensor(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """A host tensor of factors is read into a list (``convert_tensor_to_scalar_list``,
+    native/cuda/ForeachPointwiseOp.cu); fake execution would move it to ``meta``."""
+    factors = values.known(args[3])
+    if factors is None or args[3].is_cuda:
+        return NotImplemented
+    with mode:
+        packet = getattr(aten, func._opname)
+        return packet.ScalarList(*args[:3], factors.tolist())
 
 
 @_handles(aten._pack_padded_sequence.default)

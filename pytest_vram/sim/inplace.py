@@ -26,7 +26,7 @@ aten = torch.ops.aten
 #: ``index_backward``, ``gather_backward`` and ``cummaxmin_backward``,
 #: ``value_selecting_reduction_backward``, ``index_select_backward``, ``take_backward``,
 #: ``masked_select_backward``, ``evenly_distribute_backward``, ``atan2_backward``; of ``maximum``
-#: and its kin (derivatives.yaml).
+#: and its kin (derivatives.yaml). ``masked_fill_backward`` is in :mod:`pytest_vram.sim.selection`.
 _FRESH = {
     aten.index_put.default: ("IndexBackward",),
     aten.scatter_add.default: ("Gather", "Cummax", "Cummin"),
@@ -37,6 +37,9 @@ _FRESH = {
     aten.logical_and.default: ("Max", "Min", "Median", "Nanmedian"),
     aten.masked_fill.Scalar: ("Maximum", "Minimum", "Fmax", "Fmin", "Clamp", "Atan2"),
 }
+
+#: Formulas that add to a sum of their own: ``aminmax_backward``.
+_ADDING = ("Aminmax",)
 
 #: Nodes that do so where nobody else holds the tensor and one of these operators made it, of
 #: ``binary_cross_entropy_*`` in autograd/FunctionsManual.cpp.
@@ -137,13 +140,15 @@ def takes_over(func: Any, args: tuple[Any, ...], added: Any, blocks: Blocks) -> 
         return False
     if func in _FRESH:
         return of_fresh(func)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not _node().startswith(_ADDING):
         return False
     # Gradients of one tensor that arrive from several users are added into the first
     # (autograd/input_buffer.cpp, can_accumulate_inplace).
     if func is aten.add.Tensor:
-        if not _accumulates(first, args[1]) or not _of_engine(blocks.made_in(first)):
+        if not _accumulates(first, args[1]):
             return False
+        if not _of_engine(blocks.made_in(first)):
+            return _node().startswith(_ADDING)
         # What retain_grad kept is of an earlier pass, and its sum with the next one is a third
         # tensor (autograd/variable.cpp, VariableHooks::retain_grad, v2.14.1).
         if not blocks.of_this_backward(first):

@@ -138,13 +138,17 @@ def kernels() -> dict[str, Callable[..., Any]]:
 def _single(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     """``renorm_backward`` asks for the accumulation type of the tensor's device; on CUDA that is
     float for everything narrower than double (FunctionsManual.cpp, ATen/AccumulateType.h)."""
-    if kwargs.get("dtype") is not torch.float64 or args[0].dtype is torch.float64:
+    narrower = _NARROWER.get(kwargs.get("dtype"))
+    if narrower is None or args[0].dtype in _NARROWER:
         return NotImplemented
     node = torch._C._current_autograd_node()
     if node is None or not node.name().startswith("RenormBackward"):
         return NotImplemented
     with mode:
-        return func(*args, **{**kwargs, "dtype": torch.float32})
+        return func(*args, **{**kwargs, "dtype": narrower})
+
+
+_NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 HANDLERS[aten.linalg_vector_norm.default] = _single

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pytest_vram.sim.kernels import Program
 from pytest_vram.sim.tensors import META, SimTensor
@@ -148,7 +149,7 @@ def add_to_key(items: Sequence[Any], key: list[Any], tensors: list[torch.Tensor]
         elif isinstance(item, torch.Tensor):
             if is_lazy(item) or item.layout is not torch.strided:
                 raise Uncacheable
-            if item.is_quantized or item.is_nested:
+            if item.is_quantized or item.is_nested or is_traceable_wrapper_subclass(item):
                 raise Uncacheable
             tensors.append(item)
             key.append((item.shape, item.stride(), item.dtype, item.storage_offset(), "host"))

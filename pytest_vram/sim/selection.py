@@ -9,6 +9,7 @@ mask's value is known (it was built on the host, or follows from the program) th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ import torch
 from pytest_vram.sim import values
 from pytest_vram.sim.device import SimMode
 from pytest_vram.sim.handlers import HANDLERS
+from pytest_vram.sim.kernels import Span
 from pytest_vram.sim.tensors import CUDA, META, SimTensor, wrap
 
 aten = torch.ops.aten
@@ -78,22 +80,50 @@ def _nonzero(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
 def _index(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Masks become positions first, as ``expandTensors`` does (native/IndexingUtils.h)."""
     source, indices = args
-    if not any(index is not None and index.dtype in _MASKS for index in indices):
+    if not _masked(source, indices):
         return NotImplemented
+    expanded = _expanded(mode, indices, func)
+    with mode:
+        return func(source, expanded)
+
+
+def _index_put(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """As :func:`_index`, where the masks' values are known: a mask on the host always, one on the
+    card unless a number from the host is written, which ``masked_fill_`` does
+    (TensorAdvancedIndexing.cpp, ``_index_put_impl_``)."""
+    target, indices, value, *rest = args
+    if not _masked(target, indices):
+        return NotImplemented
+    masks = [index for index in indices if index is not None and index.dtype in _MASKS]
+    on_card = all(type(mask) is SimTensor for mask in masks)
+    accumulate = rest[0] if rest else kwargs.get("accumulate", False)
+    filled = on_card and not accumulate and value.numel() == 1 and value.device.type == "cpu"
+    if filled or any(values.known(mask) is None for mask in masks):
+        return NotImplemented
+    expanded = _expanded(mode, indices, func)
+    return mode._dispatch(func, (), (target, expanded, value, *rest), kwargs)
+
+
+def _masked(source: Any, indices: Any) -> bool:
     if type(source) is not SimTensor or not source.is_cuda:
-        return NotImplemented
+        return False
+    return any(index is not None and index.dtype in _MASKS for index in indices)
+
+
+def _expanded(mode: SimMode, indices: Any, func: Any) -> list[torch.Tensor | None]:
+    """Positions for masks: those of a mask on the host are found there."""
     expanded: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in _MASKS:
             expanded.append(index)
-            continue
-        if type(index) is not SimTensor:
-            index = values.uploaded(mode, index)
-        found = _positions(mode, index, func)
-        with mode:
-            expanded.extend(found.unbind(1))
-    with mode:
-        return func(source, expanded)
+        elif type(index) is not SimTensor:
+            expanded.extend(index.nonzero().unbind(1))
+        else:
+            found = _positions(mode, index, func)
+            with mode:
+                expanded.extend(found.unbind(1))
+            del found
+    return expanded
 
 
 def _masked_select(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -107,6 +137,30 @@ def _masked_select(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
         return aten.index.Tensor(source, [mask])
 
 
+def where(mode: SimMode, condition: torch.Tensor, self: torch.Tensor, other: Any) -> torch.Tensor:
+    """``masked_fill_backward`` asks for ``where(mask, grad, 0)`` instead of the selected gradients
+    because C++ sees tensor subclasses (autograd/FunctionsManual.cpp, v2.6.0, v2.14.1). How many are
+    selected may be a value that is not known: then all of the tensor stands for them."""
+    node = torch._C._current_autograd_node()
+    if node is None or not node.name().startswith("MaskedFillBackward"):
+        return _WHERE(condition, self, other)  # type: ignore[no-any-return]
+    if values.known(condition) is not None or _share.get() is not None:
+        return self.masked_select(condition)
+    result: SimTensor = _WHERE(condition, self, other)
+    n, item = result.numel(), result.element_size()
+    why = "the sum of the gradients that a mask selects, and how many these are is a value"
+    span = Span(f"{_FILLED}: selected gradients", why, 0, n * (item + 8 * result.dim() + 1))
+    mode.ledger.uncertain(result, span, aten.masked_select.default)
+    return result
+
+
+_FILLED = "masked_fill with a trained value"
+_WHERE = functools.partial(
+    aten.where.ScalarOther._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd
+)
+
 HANDLERS[aten.nonzero.default] = _nonzero
 HANDLERS[aten.index.Tensor] = _index
+for _put in (aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put):
+    HANDLERS[_put.default] = _index_put
 HANDLERS[aten.masked_select.default] = _masked_select

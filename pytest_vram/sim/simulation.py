@@ -20,6 +20,7 @@ from pytest_vram.places import here
 from pytest_vram.sim import (
     composites,
     inplace,
+    jagged,
     modules,
     selection,
     sequence,
@@ -173,6 +174,7 @@ class Simulation:
             understand_ordinals(held, stack)
             one_rank(held, stack)
             save_and_load(held, self._upload)
+            jagged.understood(held, self.card)
             values.trust_distributions(held)
             values.trust_values(held)
             stack.enter_context(torch_cuda.installed(self))

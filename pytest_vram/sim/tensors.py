@@ -143,6 +143,21 @@ class SimTensor(FakeTensor):
             return bare.to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
+    def get_nested_int(self, *, coeff: int | Any = 1) -> Any:
+        """The ragged size of jagged tensors that these offsets or lengths describe: the same for
+        the same tensor, as for tensors that are not fake (torch/nested/_internal/nested_tensor.py,
+        ``get_tensor_symint``)."""
+        from torch.nested._internal import nested_tensor as jagged
+        from torch.nested._internal.nested_int import NestedIntNode
+
+        found = jagged._tensor_symint_registry.get(self)  # type: ignore[no-untyped-call]
+        if found is None:
+            number = jagged._tensor_id_counter
+            jagged._tensor_id_counter = number + 1
+            found = torch.SymInt(NestedIntNode(number, coeff))  # type: ignore[no-untyped-call]
+            jagged._tensor_symint_registry[self] = found
+        return found
+
     def pin_memory(self, *args: Any, **kwargs: Any) -> SimTensor:
         return self
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pytest_vram.sim.kernels import Card, attention_kernels, versions
 
-__all__ = ["FIXES", "Choice", "Switches", "attention_kernels", "choose", "sdpa"]
+__all__ = ["FIXES", "Choice", "Switches", "allows", "attention_kernels", "choose", "sdpa"]
 
 aten = torch.ops.aten
 Backend = Literal["flash", "efficient", "cudnn", "math"]
@@ -42,8 +42,20 @@ FIXES: tuple[tuple[str, tuple[int, ...], tuple[int, int], tuple[int, int], str],
         (9, 9),
         "device without dropout, host with",
     ),
+    ("aten::_efficient_attention_forward", (2, 3), (2, 6), (2, 7), "host"),
+    (
+        "aten::_efficient_attention_forward",
+        (2, 3),
+        (2, 7),
+        (9, 9),
+        "device without dropout, host with",
+    ),
+    ("aten::_efficient_attention_backward", (3,), (2, 6), (9, 9), "device if wanted, else nothing"),
     ("aten::_scaled_dot_product_cudnn_attention", (6, 7), (2, 6), (9, 9), "device"),
 )
+
+#: Where the dropout probability is among an operator's arguments.
+_DROPOUT = {"aten::_efficient_attention_forward": 8}
 
 
 _FIXED = {row[0] for row in FIXES}
@@ -60,8 +72,10 @@ def on_host(
     for operator, outputs, since, until, truth in FIXES:
         if operator == name and position in outputs and since <= version < until:
             if truth.startswith("device without dropout"):
-                dropout = args[5] if len(args) > 5 else kwargs.get("dropout_p", 0.0)
-                return bool(dropout)
+                at = _DROPOUT.get(name, 5)
+                return bool(args[at] if len(args) > at else kwargs.get("dropout_p", 0.0))
+            if truth.startswith("device if wanted"):  # ``bias_requires_grad``
+                return not args[15]
             return truth.startswith("host")
     return False
 
@@ -433,6 +447,30 @@ _CHECKS: dict[Backend, tuple[Check, ...]] = {
     "cudnn": _CUDNN,
     "math": (_math_enabled,),
 }
+
+
+#: What C++ checks of dense inputs only (``has_only_dense_inputs``).
+_OF_DENSE = frozenset(
+    (
+        _not_nested, _flash_square, _sequence_not_empty, _last_stride, _last_stride_strict,
+        _grouped, _efficient_heads, _efficient_offset, _cudnn_heads, _cudnn_lengths,
+    )
+)  # fmt: skip
+
+
+def allows(backend: Backend, params: Any, card: Card) -> bool:
+    """``torch.backends.cuda.can_use_flash_attention`` and its kin: whether ``backend`` may run for
+    these ``SDPAParams`` on ``card``. Jagged nested tensors are checked further in Python
+    (torch/nested/_internal/sdpa.py)."""
+    qkv = params.query, params.key, params.value
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in qkv)
+    call = _Call(
+        *qkv, params.attn_mask, params.dropout, params.is_causal, params.enable_gqa, needs_grad,
+        card, Switches.current(),
+    )  # fmt: skip
+    nested = any(tensor.is_nested for tensor in qkv)
+    checks = [check for check in _CHECKS[backend] if not (nested and check in _OF_DENSE)]
+    return not any(check(call) for check in checks)
 
 
 def _unbatched(call: _Call) -> bool:

@@ -25,6 +25,7 @@ def _names(text: str) -> frozenset[str]:
 #: (fixtures/kernels), on all the shapes and dtypes there.
 PLAIN = _names(
     """
+    _jagged_to_padded_dense_forward
     _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
     _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _cdist_forward _dirichlet_grad
     _embedding_bag_per_sample_weights_backward _fused_adam_ _fused_adamw_ _fused_sgd_
@@ -40,14 +41,14 @@ PLAIN = _names(
     hardsigmoid_backward hardswish hardswish_backward hardtanh_backward huber_loss_backward
     index_fill_ leaky_relu_backward linalg_cross log_sigmoid_backward
     log_sigmoid_forward masked_fill_ max_pool3d_with_indices max_pool3d_with_indices_backward
-    max_unpool2d mode mse_loss_backward multi_margin_loss_backward
+    max_unpool2d mse_loss_backward multi_margin_loss_backward
     multilabel_margin_loss_backward nll_loss2d_backward nll_loss_backward norm
     pixel_shuffle pixel_unshuffle poisson put put_ reflection_pad1d reflection_pad1d_backward
     reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward repeat
     replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward
     replication_pad3d replication_pad3d_backward rot90 rrelu_with_noise_backward scatter scatter_
     scatter_reduce_ select_backward slice_backward smooth_l1_loss_backward softplus_backward
-    softshrink_backward stack take trace tril tril_ triu upsample_bicubic2d
+    softshrink_backward stack take tril tril_ triu upsample_bicubic2d
     upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward upsample_nearest1d
     upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
     upsample_trilinear3d upsample_trilinear3d_backward

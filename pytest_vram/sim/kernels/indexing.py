@@ -7,7 +7,7 @@ ATen/native/IndexingUtils.h, ATen/native/cuda/Nonzero.cu and IndexKernel.cpp (v2
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from pytest_vram.sim.kernels import (
     Give,
     Out,
     Outputs,
+    Span,
     Step,
     Take,
     argument,
     cub,
     filled_resize,
+    moment,
     outs,
     resized_result,
     rule,
@@ -177,10 +179,11 @@ def index_put(
     yield Out(0)
     if _masks(indices):
         mask = next(i for i in indices if i is not None)
-        if _on_host(mask):
-            return  # its positions are found on the host; how many there are is a value
         if accumulate or value.numel() != 1 or value.device.type != "cpu":  # else masked_fill
             yield from _positions(int(mask.numel()), 0, card)
+            why = "how many elements the mask selects is a value"
+            most = int(mask.numel()) * mask.dim() * _LONG
+            yield from moment(Span("index_put with a mask: positions", why, 0, most), "unknown")
         return
     moved = value.device.type == "cpu" and value.dim() == 0
     if moved:
@@ -399,12 +402,18 @@ def masked_scatter_backward(
 ) -> Iterator[Step]:
     """The selected gradients, padded with zeros to the source's size. How many are selected
     depends on values: none, as far as shapes tell."""
-    result = outputs[0]
+    grad, mask, result = args[0], args[1], outputs[0]
     assert result is not None
+    n = int(grad.numel())  # ``masked_select`` expands the mask
+    copied = int(mask.numel()) != n or not mask.is_contiguous()
+    if copied:
+        yield Take("mask", n, "contiguous mask")
     yield Take("count", 4, "number of true elements")
-    yield from cub.storage(cub.reduce(int(args[1].numel()), 4, card), "reduce")
-    yield from cub.storage(cub.select(int(args[1].numel()), card), "select")
+    yield from cub.storage(cub.reduce(n, 4, card), "reduce")
+    yield from cub.storage(cub.select(n, card), "select")
     yield Give("count")
+    if copied:
+        yield Give("mask")
     yield Take("padding", size_of(result), "zeros that pad the selected gradients")
     yield Out(0)
     yield Give("padding")
@@ -446,19 +455,39 @@ def index_reduce(
 def nonzero_static(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """Counts of blocks of 8,192 elements and their prefix sums."""
-    source = args[0]
+    """Counts of blocks and their prefix sums (``nonzero_static_cuda_out_impl``, Nonzero.cu): blocks
+    of 8,192 elements in as many turns as it takes for one block a multiprocessor, or two where an
+    element is a byte."""
+    source, result = args[0], outputs[0]
+    assert result is not None
     yield Out(0)
     n = int(source.numel())
-    if not n:
-        return
     copy = not source.is_contiguous()
     if copy:
         yield Take("dense", size_of(source), "contiguous copy of the input")
-    blocks = min(-(-n // 8192), card.profile.multiprocessors)
+    if n and result.numel():
+        wanted = card.profile.multiprocessors * (2 if source.element_size() == 1 else 1)
+        turns = ceil(ceil(n / 8192) / wanted)
+        yield from _blocks_before(ceil(n / (8192 * turns)))
+    if copy:
+        yield Give("dense")
+
+
+def _blocks_before(blocks: int) -> Iterator[Step]:
     yield Take("counts", blocks * 4, "nonzero elements of each block")
     yield Take("sums", blocks * 8, "nonzero elements before each block")
     yield Give("sums")
     yield Give("counts")
-    if copy:
-        yield Give("dense")
+
+
+@rule("aten::_padded_dense_to_jagged_forward")
+def padded_to_jagged(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Beside the result values that nobody reads (``_fbgemm_dense_to_jagged_forward_symint``,
+    native/nested/cuda/NestedTensorTransformerFunctions.cu, v2.6.0, v2.14.1)."""
+    result = outputs[0]
+    assert result is not None
+    yield Take("values", size_of(result), "values in the result's shape")
+    yield Out(0)
+    yield Give("values")

@@ -28,7 +28,7 @@ from pytest_vram.sim.kernels import (
 )
 from pytest_vram.sim.kernels.iterator import contiguous
 from pytest_vram.sim.kernels.reduce import reduction
-from pytest_vram.sim.kernels.reductions import summing, wide
+from pytest_vram.sim.kernels.reductions import norm_steps, summing, wide
 
 aten = torch.ops.aten
 
@@ -182,11 +182,16 @@ def renorm(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
     """Norms in the accumulation type, factors in the input's (ATen/native/Normalization.cpp)."""
-    source, _, dim = args[:3]
+    source, order, dim = args[:3]
     yield Out(0)
     rows = source.shape[dim]
+    asked = torch.float32 if source.dtype in (torch.float16, torch.bfloat16) else source.dtype
     item = wide(source.dtype) // (2 if source.is_complex() else 1)
     yield Take("norm", rows * item, "norms")
+    if source.numel():
+        others = [d for d in range(source.dim()) if d != dim % source.dim()]
+        kept = contiguous([1 if d in others else n for d, n in enumerate(source.shape)], item)
+        yield from norm_steps(source, order, others, asked, kept, card)
     if item != source.element_size():
         yield Take("factor", rows * source.element_size(), "factors")
         yield Give("factor")

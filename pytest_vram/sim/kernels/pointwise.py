@@ -261,37 +261,3 @@ def columns(
         yield Give("like")
     if copied:
         yield Give("input")
-
-
-@rule(aten.allclose.default)
-def allclose(
-    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
-) -> Iterator[Step]:
-    """``isclose(...).all()``: every step of the comparison is a tensor
-    (ATen/native/TensorCompare.cpp)."""
-    first, second = args[:2]
-    flags, values = int(first.numel()), size_of(first)
-    if not first.is_floating_point() or first.shape != second.shape or not flags:
-        return
-    yield Take("close", flags, "equal elements")
-    yield Take("abs", values, "absolute expected values")
-    yield Take("scaled", values, "relative tolerance")
-    yield Take("allowed", values, "allowed difference")
-    yield Give("scaled")
-    yield Give("abs")
-    yield Take("difference", values, "difference")
-    yield Take("actual", values, "absolute difference")
-    yield Give("difference")
-    yield Take("magnitude", values, "finiteness of the difference")
-    for name in ("not_nan", "not_inf", "finite"):
-        yield Take(name, flags, "finiteness of the difference")
-    for name in ("not_inf", "not_nan", "magnitude"):
-        yield Give(name)
-    yield Take("within", flags, "differences within the tolerance")
-    for name in ("within", "finite", "actual", "allowed"):
-        yield Give(name)
-    yield Take("all", 1, "whether all are close")
-    if flags > 1:
-        yield from reduction(dense_like(layout(first), 1), (), (contiguous((), 1),), Kind(1), card)
-    yield Give("all")
-    yield Give("close")

@@ -108,6 +108,14 @@ def sum_all(
     yield from _sum_rule(args, (), outputs, card, vector=True)
 
 
+@rule(aten.trace.default)
+def trace(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """``self.diagonal().sum()`` (native/cuda/TriangularOps.cu)."""
+    return _sum_rule((args[0].diagonal(),), (), outputs, card, vector=True)
+
+
 @rule(aten.nansum.default, aten.prod.default, aten.prod.dim_int)
 def sum_without_vectors(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
@@ -127,21 +135,29 @@ def vector_norm(
         return
     dims = chosen_dims(argument(args, kwargs, 2, "dim"))
     asked = argument(args, kwargs, 4, "dtype") or source.dtype
+    order = argument(args, kwargs, 1, "ord", 2)
+    yield from norm_steps(source, order, dims, asked, layout(result), card)
+
+
+def norm_steps(
+    source: Tensor, order: float, dims: Sequence[int], asked: torch.dtype, into: Layout, card: Card
+) -> Iterator[Step]:
+    """``linalg_vector_norm`` of a tensor that is not empty, computed as ``asked``, ``into`` a
+    result that exists."""
     if all(source.shape[d] == 1 for d in dims or range(source.dim())):
-        yield from _absolute(source, asked, argument(args, kwargs, 1, "ord", 2))
+        yield from _absolute(source, asked, order)
         return
-    lowered = source.dtype in _HALF and result.dtype == torch.float32
-    wanted = source.dtype if lowered else asked if source.is_complex() else result.dtype
-    plain, copy = cast_input(source, wanted)
-    accumulator = wide(wanted) // (2 if wanted.is_complex else 1)
-    dims = chosen_dims(argument(args, kwargs, 2, "dim"))
-    if source.is_complex() and result.numel() == source.numel() and args[1] != 0:
+    if source.is_complex() and into.numel == source.numel() and order != 0:
         # nothing is reduced: the absolute values, by way of a complex result (see ``abs``)
         yield from scratch(size_of(source), "complex result")
         return
+    lowered = source.dtype in _HALF and asked == torch.float32
+    wanted = source.dtype if lowered else asked
+    plain, copy = cast_input(source, wanted)
+    accumulator = wide(wanted) // (2 if wanted.is_complex else 1)
     if copy:
         yield copy
-    yield from reduction(plain, dims, (layout(result),), Kind(accumulator), card)
+    yield from reduction(plain, dims, (into,), Kind(accumulator), card)
     if copy:
         yield Give(copy.key)
 
@@ -290,22 +306,30 @@ def variance(
 def _complex_variance(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """Real and imaginary part each give a variance; the result is their sum."""
-    source, result = args[0], outputs[0]
-    assert result is not None
-    plain, size = layout(source), source.element_size() // 2
-    parts = [
-        Layout(plain.shape, tuple(2 * s for s in plain.stride), size, 2 * plain.offset + i)
-        for i in (0, 1)
-    ]
+    """Real and imaginary part each give a variance, and a mean where that is asked for too; the
+    results are their sum and the means as one number (``std_var_mean_out``)."""
+    source = args[0]
+    size = source.element_size() // 2
     kind = Kind(32 if size == 8 else 16, vt0=2, vector=2, in_output=False)
     dims = chosen_dims(argument(args, kwargs, 1, "dim"))
-    for name, part in zip(("real", "imag"), parts, strict=True):
-        yield Take(name, result.numel() * size, f"variance of the {name} part")
-        yield from _plain(part, dims, outputs, kind, card)
-    yield Out(0)
-    yield Give("imag")
-    yield Give("real")
+    results = [layout(o)._replace(itemsize=size) for o in outputs if o is not None]
+    held = []
+    for name, part in zip(("real", "imag"), _parts(layout(source)), strict=True):
+        for what, result in zip(("variance", "mean"), results, strict=False):
+            held.append(Take(f"{name} {what}", result.nbytes, f"{what} of the {name} part"))
+            yield held[-1]
+        if 0 not in part.shape:
+            yield from reduction(part, dims, results, kind, card)
+    yield from outs(outputs)
+    for step in reversed(held):
+        yield Give(step.key)
+
+
+def _parts(plain: Layout) -> tuple[Layout, Layout]:
+    """The real and the imaginary part of complex numbers, as views of them."""
+    strides, size = tuple(2 * s for s in plain.stride), plain.itemsize // 2
+    real = Layout(plain.shape, strides, size, 2 * plain.offset)
+    return real, real._replace(offset=real.offset + 1)
 
 
 @rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
@@ -333,7 +357,8 @@ def count_nonzero(
 def logsumexp(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """``logsumexp_out_impl``: maxima, a comparison with infinity, the shifted exponentials."""
+    """``logsumexp_out_impl``: maxima, of complex numbers those of the real parts, a comparison with
+    infinity, the shifted exponentials."""
     source = args[0]
     dims = chosen_dims(argument(args, kwargs, 1, "dim"))
     plain, size = layout(source), source.element_size()
@@ -342,9 +367,10 @@ def logsumexp(
         return
     result = outputs[0]
     assert result is not None
-    kept = contiguous(reduced_shape(plain.shape, dims, True), size)
+    real = _parts(plain)[0] if source.is_complex() else plain
+    kept = contiguous(reduced_shape(plain.shape, dims, True), real.itemsize)
     yield Take("maxes", kept.nbytes, "maxima of logsumexp")
-    yield from reduction(plain, dims, (kept,), Kind(size), card, "maxes")
+    yield from reduction(real, dims, (kept,), Kind(real.itemsize), card, "maxes")
     yield Take("abs", kept.nbytes, "maxima compared with infinity")
     yield Take("mask", kept.numel, "maxima compared with infinity")
     yield Give("mask")

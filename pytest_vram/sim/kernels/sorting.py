@@ -18,10 +18,12 @@ from pytest_vram.sim.kernels import (
     Give,
     Out,
     Outputs,
+    Span,
     Step,
     Take,
     argument,
     cub,
+    moment,
     outs,
     rule,
     scratch,
@@ -42,6 +44,7 @@ from pytest_vram.sim.kernels.reduce import Kind, reduction
 aten = torch.ops.aten
 _LONG = 8
 _SMALL_SORT = 4096
+_FUSED_MODE = 2048
 
 
 def _dim_last(shape: tuple[int, ...], stride: tuple[int, ...], dim: int) -> tuple[int, ...]:
@@ -129,12 +132,23 @@ def sort_stable(
     return _sort(args[0], argument(args, kwargs, 2, "dim", -1), outputs, card)
 
 
-@rule(aten.median.default, aten.nanmedian.default)
+@rule(aten.median.default)
 def median(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """All elements sorted, and a flag for NaN."""
-    source = args[0]
+    return _median(args[0], outputs, card, without_nan=False)
+
+
+@rule(aten.nanmedian.default)
+def nanmedian(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    return _median(args[0], outputs, card, without_nan=True)
+
+
+def _median(source: Tensor, outputs: Outputs, card: Card, *, without_nan: bool) -> Iterator[Step]:
+    """All elements sorted, then a flag for NaN, or the number of them (``median_impl``,
+    native/cuda/Sorting.cpp)."""
     n, item = int(source.numel()), source.element_size()
     if not n:
         yield Out(0)
@@ -147,12 +161,35 @@ def median(
     yield Take("order", n * _LONG, "indices of sorted values")
     yield from sort_steps(flat, 0, None, None, card)
     yield Give("order")
-    yield Take("nan", 1, "whether there is a NaN")
-    yield Out(0)
-    yield Give("nan")
+    if without_nan:
+        yield from _middle_number(flat, card)
+    else:
+        yield Take("nan", 1, "whether there is a NaN")
+        yield Out(0)
+        yield Give("nan")
     yield Give("sorted")
     if copied:
         yield Give("flat")
+
+
+def _middle_number(flat: Layout, card: Card) -> Iterator[Step]:
+    """Where the middle of the numbers that are none of NaN lies: ``((n - 1) - isnan().sum()) / 2``
+    as an index."""
+    flags = contiguous(flat.shape, 1)
+    yield Take("nan", flags.nbytes, "which values are NaN")
+    yield Take("count", _LONG, "number of NaN")
+    counted = contiguous(flat.shape, _LONG)
+    yield Take("cast", counted.nbytes, "copy of the input as int64")
+    yield from reduction(counted, (), (contiguous((), _LONG),), Kind(_LONG), card)
+    yield Give("cast")
+    yield Take("rest", _LONG, "number of values before the last that is no NaN")
+    half = torch.get_default_dtype().itemsize
+    yield Take("half", half, "half of it")
+    yield Take("middle", _LONG, "index of the middle value")
+    for name in ("half", "rest", "count", "nan"):
+        yield Give(name)
+    yield Out(0)
+    yield Give("middle")
 
 
 @rule(aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim)
@@ -172,6 +209,32 @@ def sample_dirichlet(
     assert result is not None
     yield Out(0)
     yield from scratch(size_of(result[..., :1]), "sums of the gamma samples")
+
+
+@rule(aten.mode.default)
+def mode(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """Slices one after the other in a contiguous copy, up to 2,048 elements of each by a kernel
+    without scratch; longer ones are sorted by Thrust one by one, in the copy and along their
+    positions (native/cuda/TensorModeKernel.cpp, TensorModeKernel.cu)."""
+    source, dim = args[0], argument(args, kwargs, 1, "dim", -1)
+    yield from outs(outputs)
+    size = source.shape[dim] if source.dim() else 1
+    if size <= 1 or not source.numel():
+        return
+    copied = size > _FUSED_MODE or not source.transpose(dim, -1).is_contiguous()
+    if copied:
+        yield Take("slices", size_of(source), "slices that are contiguous")
+    if size > _FUSED_MODE and source.dtype is not torch.bool:
+        yield Take("positions", size * _LONG, "positions of sorted values")
+        why = (
+            "Thrust sorts each slice and counts equal values, of which there are as many as differ"
+        )
+        yield from moment(Span("mode of long slices: scratch", why, 0, None))
+        yield Give("positions")
+    if copied:
+        yield Give("slices")
 
 
 def _of_dense(source: Tensor, outputs: Outputs, what: str) -> Iterator[Step]:
