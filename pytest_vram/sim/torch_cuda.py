@@ -236,6 +236,17 @@ def speak_for(held: Patches, card: Any) -> None:
     held.replace(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
 
 
+def _bfloat16_supported(in_hardware: bool) -> Any:
+    """``torch.cuda.is_bf16_supported``: an older card is asked to hold a number, once
+    (torch/cuda/__init__.py, v2.6.0, v2.14.1)."""
+
+    @functools.cache
+    def held() -> bool:
+        return bool(torch.tensor([1.0], dtype=torch.bfloat16, device="cuda").numel())
+
+    return lambda including_emulation=True: in_hardware or (including_emulation and held())
+
+
 def _device_queries(held: Patches, simulation: Any) -> None:
     profile = simulation.profile
     properties = _properties(profile)
@@ -262,8 +273,7 @@ def _device_queries(held: Patches, simulation: Any) -> None:
         can_device_access_peer=lambda *a: False,
         get_arch_list=lambda: [f"sm_{profile.sm}"],
         get_gencode_flags=lambda: "",
-        is_bf16_supported=lambda including_emulation=True: including_emulation
-        or profile.capability[0] >= 8,
+        is_bf16_supported=_bfloat16_supported(profile.capability[0] >= 8),
         is_tf32_supported=lambda: profile.capability[0] >= 8,
         set_sync_debug_mode=nothing,
         get_sync_debug_mode=lambda: 0,

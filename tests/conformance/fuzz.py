@@ -41,6 +41,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from fuzz_losses import loss_code  # noqa: E402
 from fuzz_parts import PARTS, Shape  # noqa: E402
+from fuzz_wide import NOT_HOOKED, NOT_TWICE, WIDE, WIDE_FROM  # noqa: E402
 
 #: Tensors of a generated program have at most so many elements.
 LIMIT = 1 << 22
@@ -162,7 +163,7 @@ def spec_of(seed: int) -> Spec:
             wrapper = "checkpoint"  # the other form knows nothing of torch.autograd.grad
         spec = replace(spec, segments=(*spec.segments, Segment(wrapper, ())))
         for _ in range(r.randint(1, 5)):
-            spec = _extended(spec, r)
+            spec = _extended(spec, r, wide=seed >= WIDE_FROM)
     return spec
 
 
@@ -171,17 +172,18 @@ def _excluded(spec: Spec) -> set[str]:
     hooks for saved tensors."""
     refused: set[str] = set()
     if spec.options["penalty"]:
-        refused |= {"scaled_dot_product", "multihead_attention", "transformer_layer"}
+        refused |= {"scaled_dot_product", "multihead_attention", "transformer_layer", *NOT_TWICE}
     if spec.segments[-1].wrapper not in ("plain", "no_grad", "full", "stream"):
-        refused.add("transformed")
+        refused |= {"transformed", *NOT_HOOKED}
     return refused
 
 
-def _extended(spec: Spec, r: Random) -> Spec:
+def _extended(spec: Spec, r: Random, *, wide: bool) -> Spec:
     """One more part, of a kind that applies to the shape that is reached."""
     shape = _Renderer(spec).shape
-    names = [name for name in PARTS if name not in _excluded(spec)]
-    weights = [PARTS[name][1] for name in names]
+    kinds = {**PARTS, **WIDE} if wide else PARTS
+    names = [name for name in kinds if name not in _excluded(spec)]
+    weights = [kinds[name][1] for name in names]
     for _ in range(20):
         name = r.choices(names, weights)[0]
         slot = (name, r.randrange(1 << 30))
@@ -199,7 +201,7 @@ def _extended(spec: Spec, r: Random) -> Spec:
 def applied(slot: Slot, shape: Shape) -> tuple[str, str, Shape] | None:
     """A part's module, its statements and the shape it makes of ``shape``; None: not for it."""
     name, seed = slot
-    code = PARTS[name][0](Random(seed), shape)
+    code = {**PARTS, **WIDE}[name][0](Random(seed), shape)
     if code is None:
         return None
     module, statements = code

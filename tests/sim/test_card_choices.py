@@ -71,3 +71,17 @@ def test_mean_scatter_counts_what_it_adds() -> None:
     found = _events(run)
     tail = [("alloc", 72), ("alloc", 120), ("alloc", 30), ("free", 30), ("free", 120), ("free", 72)]
     assert any(found[i : i + 6] == tail for i in range(len(found)))
+
+
+def test_an_older_card_is_asked_once_to_hold_a_bfloat16() -> None:
+    """torch/cuda/__init__.py, ``_check_bf16_tensor_supported``; autocast asks as well."""
+    with Simulation(find_profile("t4")) as gpu:
+        for _ in range(2):
+            with torch.autocast("cuda", torch.bfloat16):
+                assert torch.cuda.is_bf16_supported()
+        assert not torch.cuda.is_bf16_supported(including_emulation=False)
+        assert [one.requested for one in gpu.trace().allocations] == [2]
+        assert gpu.allocator.allocated == 0
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        assert torch.cuda.is_bf16_supported(including_emulation=False)
+        assert gpu.trace().allocations == []
