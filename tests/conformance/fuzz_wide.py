@@ -30,7 +30,7 @@ def transposed_convolution(r: Random, s: Shape) -> Code | None:
     rank = len(s) - 2
     if rank not in (1, 2, 3) or s[1] > 128 or math.prod(s) > 1 << (17 if rank < 3 else 15):
         return None
-    groups = r.choice([g for g in _divisors(s[1], 4)])
+    groups = r.choice(_divisors(s[1], 4))
     out, stride = groups * r.choice((1, 3, 8)), r.choice((1, 2))
     options = f"{s[1]}, {out}, {r.choice((2, 3))}, stride={stride}, groups={groups}"
     options += f", padding={r.choice((0, 1))}, output_padding={stride - 1}, bias={_flag(r)}"
@@ -51,7 +51,10 @@ def dropped(r: Random, s: Shape) -> Code | None:
     if s[-1] % 2 == 0:
         options += ["F.glu(x)"] * 2
     if len(s) in (3, 4):
-        options += [f"F.dropout{len(s) - 2}d(x, 0.2, True)", "F.feature_alpha_dropout(x, 0.2, True)"]
+        options += [
+            f"F.dropout{len(s) - 2}d(x, 0.2, True)",
+            "F.feature_alpha_dropout(x, 0.2, True)",
+        ]
     return "", "x = " + r.choice(options)
 
 
@@ -170,7 +173,10 @@ def attended(r: Random, s: Shape) -> Code | None:
     options = f"{s[2]}, {heads}, dropout={r.choice((0.0, 0.2))}, batch_first=True"
     options += f", add_bias_kv={_flag(r, 0.2)}"
     mask = f", {padding}" if _flag(r) else ""
-    return f"nn.MultiheadAttention({options})", f"y = {y}\nx = @(x, y, y, {weights}{mask})[0]\ndel y"
+    return (
+        f"nn.MultiheadAttention({options})",
+        f"y = {y}\nx = @(x, y, y, {weights}{mask})[0]\ndel y",
+    )
 
 
 @wide()
@@ -178,10 +184,15 @@ def decoder(r: Random, s: Shape) -> Code | None:
     if not _sequence(s) or s[2] < 8 or s[0] * s[1] * s[1] > 1 << 19:
         return None
     heads = r.choice(_divisors(s[2], 4))
-    layer = f"nn.TransformerDecoderLayer({s[2]}, {heads}, 64, batch_first=True, norm_first={_flag(r)})"
+    layer = (
+        f"nn.TransformerDecoderLayer({s[2]}, {heads}, 64, batch_first=True, norm_first={_flag(r)})"
+    )
     causal = f"tgt_mask=nn.Transformer.generate_square_subsequent_mask({s[1]}, device=x.device, dtype=x.dtype), tgt_is_causal=True"
     memory = f"torch.rand({s[0]}, 9, {s[2]}, device=x.device, dtype=x.dtype)"
-    return f"nn.TransformerDecoder({layer}, 2)", f"x = @(x, {memory}{', ' + causal if _flag(r) else ''})"
+    return (
+        f"nn.TransformerDecoder({layer}, 2)",
+        f"x = @(x, {memory}{', ' + causal if _flag(r) else ''})",
+    )
 
 
 @wide(1.5)
@@ -191,7 +202,9 @@ def jagged(r: Random, s: Shape) -> Code | None:
         return None
     offsets = f"torch.arange(0, {(s[0] + 1) * s[1]}, {s[1]}, device=x.device)"
     seqlen = f"min_seqlen={s[1]}, max_seqlen={s[1]}"
-    lines = [f"x = torch.nested.nested_tensor_from_jagged(x.reshape(-1, {s[2]}), {offsets}, {seqlen})"]
+    lines = [
+        f"x = torch.nested.nested_tensor_from_jagged(x.reshape(-1, {s[2]}), {offsets}, {seqlen})"
+    ]
     heads = r.choice((1, 2))
     if _flag(r, 0.7):  # on meta, where shapes are found, PyTorch's Python code knows no kernel
         lines += [
@@ -210,16 +223,25 @@ def jagged(r: Random, s: Shape) -> Code | None:
 def unpooled(r: Random, s: Shape) -> Code | None:
     if len(s) != 4 or s[2] % 2 or s[3] % 2 or s[2] < 4 or s[3] < 4:
         return None
-    return "", "x, i = F.max_pool2d(x, 2, return_indices=True)\nx = F.max_unpool2d(x * 2, i, 2)\ndel i"
+    return (
+        "",
+        "x, i = F.max_pool2d(x, 2, return_indices=True)\nx = F.max_unpool2d(x * 2, i, 2)\ndel i",
+    )
 
 
 @wide()
 def sampled(r: Random, s: Shape) -> Code | None:
     if len(s) != 4 or math.prod(s) > 1 << 17 or min(s[2:]) < 2:
         return None
-    mode, around = r.choice(("bilinear", "nearest", "bicubic")), r.choice(("zeros", "border", "reflection"))
+    mode, around = (
+        r.choice(("bilinear", "nearest", "bicubic")),
+        r.choice(("zeros", "border", "reflection")),
+    )
     grid = f"F.affine_grid(torch.rand({s[0]}, 2, 3, device=x.device, dtype=x.dtype), [{s[0]}, {s[1]}, 7, 6], align_corners={_flag(r)})"
-    return "", f"x = F.grid_sample(x, {grid}, mode='{mode}', padding_mode='{around}', align_corners=False)"
+    return (
+        "",
+        f"x = F.grid_sample(x, {grid}, mode='{mode}', padding_mode='{around}', align_corners=False)",
+    )
 
 
 @wide()
