@@ -14,7 +14,7 @@ from fuzz_parts import Code, Part, Shape, _divisors, _flag, _sequence, _spread
 WIDE_FROM = 100_000
 WIDE: dict[str, tuple[Part, float]] = {}
 #: Without a second derivative, and what hooks for saved tensors do not go with.
-NOT_TWICE, NOT_HOOKED = {"attended", "decoder", "jagged", "batched"}, {"jacobians", "batched"}
+NOT_TWICE, NOT_HOOKED = {"attended", "decoder", "batched"}, {"jacobians", "batched"}
 
 
 def wide(weight: float = 1.0) -> object:
@@ -193,30 +193,6 @@ def decoder(r: Random, s: Shape) -> Code | None:
         f"nn.TransformerDecoder({layer}, 2)",
         f"x = @(x, {memory}{', ' + causal if _flag(r) else ''})",
     )
-
-
-@wide(1.5)
-def jagged(r: Random, s: Shape) -> Code | None:
-    """Sequences of different lengths without padding: jagged nested tensors."""
-    if not _sequence(s) or s[2] % 16 or s[0] * s[1] * s[1] > 1 << 20:
-        return None
-    offsets = f"torch.arange(0, {(s[0] + 1) * s[1]}, {s[1]}, device=x.device)"
-    seqlen = f"min_seqlen={s[1]}, max_seqlen={s[1]}"
-    lines = [
-        f"x = torch.nested.nested_tensor_from_jagged(x.reshape(-1, {s[2]}), {offsets}, {seqlen})"
-    ]
-    heads = r.choice((1, 2))
-    if _flag(r, 0.7):  # on meta, where shapes are found, PyTorch's Python code knows no kernel
-        lines += [
-            f"q, k, v = (t.unflatten(-1, [{heads}, -1]).transpose(1, 2) for t in @(x).chunk(3, -1))",
-            f"x = F.scaled_dot_product_attention(q, k, v, is_causal={_flag(r)}) if x.is_cuda else v",
-            "x = x.transpose(1, 2).flatten(-2)",
-            "del q, k, v",
-        ]
-    else:
-        lines.append("x = F.gelu(@(x)).chunk(3, -1)[0]")
-    lines.append(f"x = x.values().reshape({s[0]}, {s[1]}, {s[2]})")
-    return f"nn.Linear({s[2]}, {3 * s[2]})", "\n".join(lines)
 
 
 @wide()
