@@ -133,6 +133,7 @@ def _masked_select(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     if type(source) is not SimTensor or not source.is_cuda:
         return NotImplemented
     with mode:
+        mask = mask if mask.dim() else mask.unsqueeze(0)
         source, mask = torch.broadcast_tensors(source, mask)  # type: ignore[no-untyped-call]
         return aten.index.Tensor(source, [mask])
 

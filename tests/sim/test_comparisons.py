@@ -274,3 +274,17 @@ def test_dropout_in_vmap_keeps_its_mask() -> None:
         return source, out
 
     assert _events(run) == [3200, 800, 3200]
+
+
+def test_a_single_number_is_selected_by_a_single_mask() -> None:
+    """``masked_select_out_cuda_impl`` gives both a dimension first (IndexKernel.cpp)."""
+    with Simulation(find_profile("a100-80gb")):
+        number = _ones(1).view(())
+        assert number.masked_select(torch.tensor(True).cuda()).shape == (1,)
+        assert number.masked_select(torch.tensor(False).cuda()).shape == (0,)
+
+
+def test_single_numbers_have_an_angle() -> None:
+    with Simulation(find_profile("a100-80gb")):
+        one = torch.nn.functional.cosine_similarity(*[_ones(1).view(())] * 2, dim=0)
+        assert one.shape == ()
