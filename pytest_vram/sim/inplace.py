@@ -25,7 +25,8 @@ aten = torch.ops.aten
 #: ask ``isTensorSubclassLike`` before they choose between the two forms:
 #: ``index_backward``, ``gather_backward`` and ``cummaxmin_backward``,
 #: ``value_selecting_reduction_backward``, ``index_select_backward``, ``take_backward``,
-#: ``masked_select_backward``, ``evenly_distribute_backward``, ``atan2_backward``; of ``maximum``
+#: ``masked_select_backward``, ``evenly_distribute_backward``, ``atan2_backward``,
+#: ``trace_backward_symint``; of ``maximum``
 #: and its kin (derivatives.yaml). ``masked_fill_backward`` is in :mod:`pytest_vram.sim.selection`.
 _FRESH = {
     aten.index_put.default: ("IndexBackward",),
@@ -36,6 +37,7 @@ _FRESH = {
     aten.masked_scatter.default: ("MaskedSelect",),
     aten.logical_and.default: ("Max", "Min", "Median", "Nanmedian"),
     aten.masked_fill.Scalar: ("Maximum", "Minimum", "Fmax", "Fmin", "Clamp", "Atan2"),
+    aten.index_fill.int_Tensor: ("Trace",),
 }
 
 #: Formulas that add to a sum of their own: ``aminmax_backward``.
@@ -69,6 +71,7 @@ TWINS: dict[Any, tuple[Any, dict[str, Any]]] = {
     aten.masked_scatter.default: (aten.masked_scatter_.default, {}),
     aten.logical_and.default: (aten.logical_and_.default, {}),
     aten.masked_fill.Scalar: (aten.masked_fill_.Scalar, {}),
+    aten.index_fill.int_Tensor: (aten.index_fill_.int_Tensor, {}),
 }
 
 #: See :func:`counts`.

@@ -176,6 +176,15 @@ def test_gradients_of_a_renormalised_complex_tensor_are_single() -> None:
     assert max(_events(run)) == 8 * K
 
 
+def test_the_gradient_of_a_trace_is_one_block() -> None:
+    def run() -> object:
+        source = _ones(50, 50, trained=True)
+        _backward(source.trace())
+        return source
+
+    assert _events(run)[:7] == [10_000, 4, 4, 10_000, 400, -400, -4]
+
+
 # -- a mask decides how much ----------------------------------------------------------------
 
 

@@ -144,8 +144,9 @@ def norm_steps(
 ) -> Iterator[Step]:
     """``linalg_vector_norm`` of a tensor that is not empty, computed as ``asked``, ``into`` a
     result that exists."""
-    sizes = [source.shape[d] for d in dims or range(source.dim())] if source.dim() else []
-    if all(size == 1 for size in sizes):
+    if not source.dim() and dims:  # the dimension that a single number is said to have
+        return
+    if all(source.shape[d] == 1 for d in dims or range(source.dim())):
         yield from _absolute(source, asked, order)
         return
     if source.is_complex() and into.numel == source.numel() and order != 0:
