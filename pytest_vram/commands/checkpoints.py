@@ -47,6 +47,8 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         self._replace(torch, "save")
+        self._replace(torch.jit, "save")
+        self._replace(torch.jit._script.RecursiveScriptModule, "save")
         if importlib.util.find_spec("safetensors") is not None:
             self._replace(importlib.import_module("safetensors.torch"), "serialize_file")
         self._swap(builtins, "open", opening := self._opening(builtins.open))
@@ -60,7 +62,7 @@ class Checkpoints:
         setattr(module, name, new)
 
     def _replace(self, module: Any, name: str) -> None:
-        """Wrap a function that writes its first argument to the file that its second one names."""
+        """Wrap what writes its first argument to the file that its second one names."""
         self._swap(module, name, self._around(getattr(module, name)))
 
     def __exit__(

@@ -88,6 +88,18 @@ def json_option(function: F) -> F:
     )
 
 
+def assumption(function: F) -> F:
+    """Of commands that run scripts: what ``vram.assume_selected`` says in a test."""
+    return click.option(
+        "--assume-selected",
+        "selected",
+        type=click.FloatRange(0, 1),
+        metavar="SHARE",
+        help="The share of elements that masks select (and unique finds) whose values are not "
+        "there; without it the script stops where one decides.",
+    )(function)
+
+
 class CardType(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """A card's name; completes in the shell, and suggests the nearest on a typo."""
 

@@ -26,12 +26,18 @@ from pytest_vram.commands.checkpoints import Checkpoints
 from pytest_vram.ledger import Ledger
 from pytest_vram.observe import Observer
 from pytest_vram.sim.profiles import Profile
+from pytest_vram.sim.selection import assume_selected
 from pytest_vram.sim.simulation import Simulation
 from pytest_vram.sim.values import DataDependent, NoSimulatedKernel
 from pytest_vram.timeline import Timeline
 
 #: Live allocations that are shown by name.
 LARGEST = 6
+
+
+_FOR_A_SCRIPT = (
+    "For a script as it is, --assume-selected 0.5 says so of every mask that has no values."
+)
 
 
 class _Enough(BaseException):
@@ -72,17 +78,24 @@ class DryRun:
 
 
 def dry_run(
-    script: Script, profile: Profile, *, steps: int, limit: float = 0, snapshot: Path | None = None
+    script: Script,
+    profile: Profile,
+    *,
+    steps: int,
+    limit: float = 0,
+    snapshot: Path | None = None,
+    selected: float | None = None,
 ) -> DryRun:
     """Run ``script`` on a simulated ``profile``.
 
     It is stopped when the forward after its ``steps``-th training step begins (0: never), or after
-    ``limit`` seconds (0: never).
+    ``limit`` seconds (0: never). ``selected`` is the share that masks without values select.
     """
     started = time.perf_counter()
     simulation = Simulation(profile)
     checkpoints = Checkpoints()
-    with _steady(), simulation, checkpoints:
+    share = contextlib.nullcontext() if selected is None else assume_selected(selected)
+    with _steady(), simulation, checkpoints, share:
         observer = Observer(simulation, from_start=True)
         with observer, _as_main(script), _stopping(observer, steps, limit) as stepped:
             ended, error, unknown = _run(script)
@@ -119,7 +132,10 @@ def _run(script: Script) -> tuple[str, str, str]:
         return f"the script left with exit code {leaving.code}", f"SystemExit: {leaving.code}", ""
     except torch.OutOfMemoryError:
         return "out of memory", "", ""
-    except (DataDependent, NoSimulatedKernel) as error:
+    except DataDependent as error:
+        hint = f" {_FOR_A_SCRIPT}" if "assume_selected" in str(error) else ""
+        return "stopped by the simulation", "", f"{error}{hint}"
+    except NoSimulatedKernel as error:
         return "stopped by the simulation", "", str(error)
     except KeyboardInterrupt:
         raise
@@ -170,11 +186,14 @@ def _stopping(observer: Observer, steps: int, limit: float) -> Iterator[set[int]
     there is no optimizer, and the script updates its parameters by hand."""
     until = time.monotonic() + limit if limit else float("inf")
     stepped: set[int] = set()
+    here = os.getpid()
 
     def after(*_: Any) -> None:
         stepped.add(observer.step)
 
     def before(*_: Any) -> None:
+        if os.getpid() != here:
+            return  # a transform, which may be a module, in a worker that loads data
         if time.monotonic() > until:
             raise _Enough(f"the time limit of {limit:g} s was reached")
         stepped.update(range(1, observer.by_hand + 1))

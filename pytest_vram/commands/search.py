@@ -10,7 +10,16 @@ from typing import Any
 
 import click
 
-from pytest_vram.commands.common import CARD, Exit, Problem, emit, json_option, say, table
+from pytest_vram.commands.common import (
+    CARD,
+    Exit,
+    Problem,
+    assumption,
+    emit,
+    json_option,
+    say,
+    table,
+)
 from pytest_vram.quantities import format_bytes
 from pytest_vram.sim.profiles import Profile, find_profile
 
@@ -31,6 +40,7 @@ class Trial:
 @click.option("--high", type=click.IntRange(min=1), default=4096, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--limit", type=float, default=0, help="Seconds per trial; 0: none.")
+@assumption
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @json_option
 @click.argument("script")
@@ -43,6 +53,7 @@ def command(
     high: int,
     steps: int,
     limit: float,
+    selected: float | None,
     module: bool,
     as_json: bool,
     script: str,
@@ -63,6 +74,7 @@ def command(
     profile = gpu or find_profile("a100-80gb")
     options = ["--gpu", profile.name, "--steps", str(steps), "--limit", str(limit)]
     options += ["-m"] if module else []
+    options += [] if selected is None else ["--assume-selected", str(selected)]
     trials: list[Trial] = []
 
     def works(value: int) -> bool:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pytest_vram.commands.common import CARD, Exit, Problem, emit, json_option, say, table
+from pytest_vram.commands.common import (
+    CARD,
+    Exit,
+    Problem,
+    assumption,
+    emit,
+    json_option,
+    say,
+    table,
+)
 from pytest_vram.quantities import format_bytes
 from pytest_vram.sim.profiles import Profile, find_profile
 
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
     help="Training steps to watch; 0: run to the end, training or not.",
 )
 @click.option("--limit", type=float, default=0, help="Seconds after which to stop; 0: none.")
+@assumption
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--snapshot", type=click.Path(path_type=Path), help="Write a memory snapshot.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the timeline: .png or .svg.")
@@ -40,6 +50,7 @@ def command(
     gpu: Profile | None,
     steps: int,
     limit: float,
+    selected: float | None,
     module: bool,
     snapshot: Path | None,
     plot: Path | None,
@@ -71,6 +82,7 @@ def command(
             steps=steps,
             limit=limit,
             snapshot=snapshot,
+            selected=selected,
         )
     if plot:
         from pytest_vram.commands.plots import draw_timeline

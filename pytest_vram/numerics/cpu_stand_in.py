@@ -31,6 +31,7 @@ from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import load_elsewhere
 from pytest_vram.sim.patching import Patches, patches
 from pytest_vram.sim.profiles import find_profile
+from pytest_vram.sim.tensor_types import card_dtype, keep_defaults, name_on_card
 from pytest_vram.sim.threads import FollowedThreads
 from pytest_vram.sim.values import NoSimulatedKernel
 
@@ -59,6 +60,7 @@ class CpuStandIn(TorchFunctionMode):
         # Every optimizer imports Dynamo, whose rules name torch.cuda's own functions: not ours.
         import torch._dynamo  # noqa: F401
 
+        keep_defaults(self._stack)
         held = self._stack.enter_context(patches())
         try:
             self.policy = CastPolicy("AutocastCPU", "cpu")
@@ -269,15 +271,19 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _type(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.type("torch.cuda.FloatTensor")`` and ``x.type()``."""
-    if len(args) == 1 and not kwargs:
-        name = func(*args)
-        return name.replace("torch.", "torch.cuda.", 1) if on_cuda(args[0]) else name
-    wanted = str(args[1] if len(args) > 1 else kwargs["dtype"])
-    if "torch.cuda." in wanted:
-        return _mark(func(args[0], wanted.replace("torch.cuda.", "torch.")))
+    """``x.type(torch.cuda.FloatTensor)``, ``x.type("torch.FloatTensor")`` and ``x.type()``."""
+    tensor, marked = args[0], on_cuda(args[0])
+    wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+    if wanted is None:
+        name: str = func(tensor)
+        return name_on_card(name) if marked else name
+    dtype = card_dtype(wanted)
+    if dtype is not None:
+        return _to(Tensor.to, (tensor, _CUDA, dtype), {})
     result = func(*args, **kwargs)
-    return _mark(result) if on_cuda(args[0]) else result
+    if isinstance(wanted, torch.dtype):
+        return _mark(result) if marked else result
+    return _without_mark(_unmarked_copy(tensor) if result is tensor and marked else result)
 
 
 _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {

@@ -272,6 +272,8 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.ledger.in_place(func, args, kwargs, result)
         else:
             self.ledger.operator(func, args, kwargs, flat, recipe, on_gpu)
+        if on_gpu:
+            inplace.count_write(func, args)
         if not tensors:
             values.from_factory(func, args, kwargs, result)
         elif values.concerned(func, tensors):

@@ -11,12 +11,16 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import distributed
 
+from pytest_vram.frames import user_line
 from pytest_vram.sim.patching import Patches
+from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.sim.values import NoSimulatedKernel
 
 
@@ -48,6 +52,22 @@ def one_rank(held: Patches, stack: contextlib.ExitStack) -> None:
     held.set(processes, "spawn", _spawn(processes.spawn))
     for name, answer in _OBJECTS.items():
         held.set(distributed, name, _among_fakes(getattr(distributed, name), answer))
+
+
+def one_process(held: Patches) -> None:
+    """Until ``held`` is undone, a process that is started with tensors of the card is refused."""
+
+    def reduce(tensor: SimTensor) -> Any:
+        if get_spawning_popen() is not None:
+            raise NoSimulatedKernel(
+                f"A process is started at {user_line()} with tensors of the card, and the "
+                "simulated card lives in one process. Simulate a script or an option that trains "
+                "in its main process, or the function that the process would run."
+            )
+        return tensor.__reduce_ex__(2)
+
+    reducers: Any = ForkingPickler
+    held.set(reducers, "_extra_reducers", {**reducers._extra_reducers, SimTensor: reduce})
 
 
 def _end_groups() -> None:

@@ -7,6 +7,7 @@ the operand's block; here the two blocks are merged again.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
@@ -195,3 +196,28 @@ def _of_engine(made_in: int) -> bool:
 def _node() -> str:
     node = torch._C._current_autograd_node()
     return node.name() if node is not None else ""
+
+
+#: In-place operators over lists whose kernels count no write: what else there is calls
+#: ``increment_version`` (native/cuda/Foreach*.cu; all of them were asked, v2.14.1).
+_UNCOUNTED = (
+    "aten::_foreach_zero_",
+    "aten::_foreach_lerp_.Scalar",
+    "aten::_foreach_lerp_.ScalarList",
+)
+
+
+def count_write(func: Any, args: tuple[Any, ...]) -> None:
+    """Autograd counts the writes of an operator over lists in its CUDA kernel, which does not run
+    here: backward through a parameter that an optimizer changed meanwhile is an error."""
+    if _counts_itself(func):
+        written = [one for one in args[0] if not one.is_inference()]
+        torch.autograd.graph.increment_version(written)
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts_itself(func: Any) -> bool:
+    schema = func._schema
+    if not schema.name.startswith("aten::_foreach_") or not schema.name.endswith("_"):
+        return False
+    return f"{schema.name}.{schema.overload_name}".removesuffix(".") not in _UNCOUNTED

@@ -2,7 +2,8 @@
 
 ``nonzero``, ``masked_select`` and indexing with masks allocate what the mask selects. Where the
 mask's value is known (it was built on the host, or follows from the program) that decides; inside
-``vram.assume_selected(share)`` an unknown mask selects that share of its elements; otherwise
+``vram.assume_selected(share)`` an unknown mask selects that share of its elements, and that share
+of unknown values is distinct (``unique``: one at the least); otherwise
 :class:`pytest_vram.sim.values.DataDependent` names the line.
 """
 
@@ -29,7 +30,8 @@ _share: ContextVar[float | None] = ContextVar("share", default=None)
 
 
 def assume_selected(share: float) -> AbstractContextManager[None]:
-    """Unknown masks select ``share`` (0 to 1) of their elements, rounded to the nearest."""
+    """Unknown masks select ``share`` (0 to 1) of their elements, rounded to the nearest; ``unique``
+    finds so many values."""
     __tracebackhide__ = True
     if not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"a share lies between 0 and 1, not {share!r}")
@@ -160,7 +162,34 @@ _WHERE = functools.partial(
     aten.where.ScalarOther._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd
 )
 
+
+def _unique(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """The distinct values, where they stand, how often: as many as known values say, or the share
+    of the elements."""
+    source, share = args[0], _share.get()
+    if type(source) is not SimTensor or not source.is_cuda or share is None:
+        return NotImplemented
+    consecutive = func is aten.unique_consecutive.default
+    flags = args[1:] if consecutive else args[2:]
+    inverse, counts, dim = (
+        kwargs.get(name, flags[place] if len(flags) > place else None)
+        for place, name in enumerate(("return_inverse", "return_counts", "dim"))
+    )
+    if values.known(source) is not None or dim is not None:
+        return NotImplemented
+    found = min(max(round(share * source.numel()), 1), source.numel())
+    sizes = ((found,), source.shape if inverse else (0,), (found,) if counts else (0,))
+    dtypes = (source.dtype, torch.int64, torch.int64)
+    made = [
+        wrap(mode, torch.empty(size, dtype=dtype, device=META), CUDA)
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+    mode.ledger.operator(func, args, kwargs, made, None, True)
+    return tuple(made)
+
+
 HANDLERS[aten.nonzero.default] = _nonzero
+HANDLERS[aten._unique2.default] = HANDLERS[aten.unique_consecutive.default] = _unique
 HANDLERS[aten.index.Tensor] = _index
 for _put in (aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put):
     HANDLERS[_put.default] = _index_put

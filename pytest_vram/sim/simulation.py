@@ -33,10 +33,10 @@ from pytest_vram.sim.autocast import CastPolicy
 from pytest_vram.sim.books import Books
 from pytest_vram.sim.bounds import Uncertainty, Unknown
 from pytest_vram.sim.device import SimMode, parts_of
-from pytest_vram.sim.distributed import one_rank
+from pytest_vram.sim.distributed import one_process, one_rank
 from pytest_vram.sim.eager import run_eagerly
 from pytest_vram.sim.files import save_and_load
-from pytest_vram.sim.kernels import RULES, Card, Give, Out, Program, Span, Take, program
+from pytest_vram.sim.kernels import Card, Give, Out, Program, Span, Take, program, rule_of
 from pytest_vram.sim.kernels.attention import Choice
 from pytest_vram.sim.kernels.fallback import declarations, fallback
 from pytest_vram.sim.kernels.versions import INSTALLED, WORKSPACE_VARIABLES, default_cudnn
@@ -44,8 +44,10 @@ from pytest_vram.sim.ordinals import understand_ordinals
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
 from pytest_vram.sim.recipes import ProgramKey, Recipe
+from pytest_vram.sim.tensor_types import keep_defaults
 from pytest_vram.sim.tensors import SimTensor
 from pytest_vram.sim.threads import FollowedThreads
+from pytest_vram.sim.traced import run_instead_of_tracing
 from pytest_vram.sim.triton_kernels import skip_launches
 from pytest_vram.trace import Trace
 
@@ -159,6 +161,7 @@ class Simulation:
                 "torch.cuda is simulated already; leave that simulation before entering another"
             )
         with contextlib.ExitStack() as stack:
+            keep_defaults(stack)
             self.policy = CastPolicy("AutocastCUDA", "cuda", on_cast=self._weight_cast)
             stack.callback(self.policy.close)
             held = stack.enter_context(patches())
@@ -170,9 +173,11 @@ class Simulation:
                 held, lambda: self.mode.in_thread(directory), self._thread_ended
             )
             run_eagerly(held, stack, self._compiles)
+            run_instead_of_tracing(held)
             skip_launches(held, self._say, lambda span: self._note(span, -1, None))
             understand_ordinals(held, stack)
             one_rank(held, stack)
+            one_process(held)
             save_and_load(held, self._upload)
             jagged.understood(held, self.card)
             values.trust_distributions(held)
@@ -337,7 +342,7 @@ class Simulation:
             return recipe.programs[key]
         flat = [out if isinstance(out, torch.Tensor) else None for out in outputs]
         steps = program(func, args, kwargs, flat, self.card)
-        if steps is None and func not in RULES:
+        if steps is None and rule_of(func, args) is None:
             steps = fallback(func, args, flat)
         if recipe is not None:
             recipe.programs[key] = steps

@@ -212,19 +212,110 @@ def _sparse_mask(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
         return _joined(indices, entries, mask, mask.is_coalesced())
 
 
-# -- products -------------------------------------------------------------------------------
+# -- transposes and products ----------------------------------------------------------------
+
+
+def _swapped(source: Tensor) -> Tensor:
+    """``transpose`` of a sparse matrix: a copy whose rows of indices change places by way of a
+    third (``sparse_transpose_``, TensorShape.cpp)."""
+    entries, indices = source._values().clone(), source._indices().clone()
+    torch.empty_like(indices[0])
+    shape = (source.shape[1], source.shape[0])
+    return _of_shape(shape, indices, entries, False)
+
+
+def _transpose(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    if not _is_coo(source):
+        return NotImplemented
+    first, second = sorted(dim % source.dim() for dim in (args[1:] or (0, 1)))
+    if first == second:
+        return source.detach()
+    if source.sparse_dim() != 2 or source.dense_dim():
+        raise values.unsupported_operator(func)
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        return _swapped(source)
+
+
+def _permute(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """The entries stay, the rows of indices are gathered (``permute_sparse_coo``,
+    TensorShape.cpp)."""
+    source, dims = args
+    if not _is_coo(source):
+        return NotImplemented
+    order = [dim % source.dim() for dim in dims]
+    if source.dense_dim():
+        raise values.unsupported_operator(func)
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        where = torch.empty(len(order), dtype=torch.int64, device=CUDA)
+        indices = source._indices().index_select(0, where)
+        shape = tuple(source.shape[dim] for dim in order)
+        kept = source.is_coalesced() and order[:1] == [0]
+        return _of_shape(shape, indices, source._values(), kept)
+
+
+def _of_shape(shape: Any, indices: Tensor, entries: Tensor, coalesced: bool) -> Tensor:
+    return aten._sparse_coo_tensor_with_dims_and_tensors.default(  # type: ignore[no-any-return]
+        len(shape), 0, shape, indices, entries,
+        dtype=entries.dtype, layout=_COO, device=CUDA, is_coalesced=coalesced,
+    )  # fmt: skip
+
+
+def _times(matrix: Tensor, dense: Tensor) -> Tensor:
+    """``s_addmm_out_sparse_dense_cuda`` (native/sparse/cuda/SparseCUDATensorMath.cu): the indices
+    as compressed rows of 32 bits; cuSPARSE wants the result by columns (SparseBlasLegacy.cpp)."""
+    rows, columns = matrix.shape[0], dense.shape[1]
+    result = torch.empty(rows, columns, dtype=dense.dtype, device=CUDA)
+    matrix = matrix.coalesce()
+    entries = matrix._nnz()
+    if not entries:
+        return result
+    int32 = {"dtype": torch.int32, "device": CUDA}
+    held = [torch.empty(rows + 1, **int32)]  # type: ignore[call-overload]
+    torch.empty(entries, **int32)  # type: ignore[call-overload]
+    held.append(torch.empty(entries, **int32))  # type: ignore[call-overload]
+    if not _by_column(result):
+        held.append(torch.empty_like(result))
+    if not _by_column(dense) and dense.stride() != (columns, 1):
+        held.append(dense.contiguous())
+    return result
+
+
+def _by_column(matrix: Tensor) -> bool:
+    return matrix.stride() == (1, matrix.shape[0])
 
 
 def _product(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """A sparse matrix times a dense one (``s_addmm_out_sparse_dense_cuda``): the result is known,
-    cuSPARSE's scratch is not."""
+    """A product of a sparse and a dense matrix; cuSPARSE's scratch is not known. ``mm`` adds it to
+    zeros, and turns a dense times a sparse one around (``_sparse_mm``, SparseTensorMath.cpp)."""
     first, second = args[-2:]
-    if not (_is_coo(first) and _on_card(second) and second.layout is torch.strided):
+    if not (_is_coo(first) and _strided(second)):
+        turned = func is aten.mm.default and _strided(first) and _is_coo(second)
+        if not turned:
+            return NotImplemented
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        zeros = None
+        if func is aten.mm.default:
+            zeros = torch.zeros(first.shape[0], second.shape[1], dtype=second.dtype, device=CUDA)
+        if _is_coo(first):
+            result = _times(first, second)
+        else:
+            result = _times(_swapped(second), first.t()).t()
+    mode.ledger.operator(func, args, kwargs, [result], None, True)
+    del zeros
+    return result
+
+
+def _times_vector(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``mv_sparse`` (SparseTensorMath.cpp): the vector is a matrix of one column."""
+    if not _is_coo(args[0]):
         return NotImplemented
-    shape = (first.shape[0], *second.shape[1:])
-    out = wrap(mode, torch.empty(shape, dtype=second.dtype, device=META), CUDA)
-    mode.ledger.operator(func, args, kwargs, [out], None, True)
-    return out
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        return aten.mm.default(args[0], args[1].unsqueeze(-1)).squeeze(-1)
+
+
+def _strided(tensor: Any) -> bool:
+    return _on_card(tensor) and tensor.layout is torch.strided
 
 
 HANDLERS[aten._to_copy.default] = _to_copy
@@ -237,3 +328,6 @@ HANDLERS[aten.mul.Tensor] = _scaled
 HANDLERS[aten.sparse_mask.default] = _sparse_mask
 for _operator in (aten.mm.default, aten.addmm.default, aten._sparse_addmm.default):
     HANDLERS[_operator] = _product
+HANDLERS[aten.t.default] = HANDLERS[aten.transpose.int] = _transpose
+HANDLERS[aten.permute.default] = _permute
+HANDLERS[aten.mv.default] = _times_vector

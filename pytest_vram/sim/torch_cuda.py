@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from pytest_vram.sim import pools
 from pytest_vram.sim.kernels.versions import INSTALLED
 from pytest_vram.sim.patching import Patches, patches
+from pytest_vram.sim.tensor_types import cast_by_card_types, speak_of_card_types
 from pytest_vram.sim.tensors import CUDA, SimTensor
 
 torch_optimizer = sys.modules[Optimizer.__module__]
@@ -232,6 +233,7 @@ def speak_for(held: Patches, card: Any) -> None:
     _streams(held, card)
     _random(held)
     _accelerator(held)
+    speak_of_card_types(held)
     held.set(torch.nn.DataParallel, "scatter", scatter_to_one)
     held.replace(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
 
@@ -546,6 +548,7 @@ def _tensors(held: Patches, simulation: Any) -> None:
         return self
 
     held.set(torch.Tensor, "pin_memory", pin_memory)
+    cast_by_card_types(held)
     resize = torch.UntypedStorage.resize_
 
     def resize_storage(self: Any, size: int) -> Any:

@@ -426,13 +426,20 @@ def uploaded(mode: Any, value: torch.Tensor) -> SimTensor:
 def explain(func: Any) -> str:
     from pytest_vram.frames import user_line
 
-    name = func._schema.name.replace("aten::", "torch.")
+    packet = func._schema.name.removeprefix("aten::")
+    share = ""
+    if packet in _SELECTING:
+        share = "Say how much it selects (with vram.assume_selected(0.5): ...), or give"
     return (
-        f"{name} at {user_line()} makes a tensor whose size depends on values, and a simulated "
-        "tensor has none. Say how much it selects (with vram.assume_selected(0.5): ...), give the "
-        "size another way (torch.where(mask, x, 0) keeps the shape; a mask or index built on the "
-        "CPU keeps its values), or branch on vram.has_values."
+        f"torch.{packet} at {user_line()} makes a tensor whose size depends on values, and a "
+        f"simulated tensor has none. {share or 'Give'} the size another way (torch.where(mask, x, "
+        "0) keeps the shape; a mask or index built on the CPU keeps its values), or branch on "
+        "vram.has_values."
     )
+
+
+#: What :mod:`pytest_vram.sim.selection` can do by a declared share.
+_SELECTING = ("nonzero", "index", "masked_select", "_unique2", "unique_consecutive")
 
 
 def unsupported_operator(func: Any) -> NoSimulatedKernel:

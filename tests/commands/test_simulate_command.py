@@ -339,3 +339,83 @@ def test_a_script_that_stays_on_the_cpu(script):
     text = " ".join(result.output.split())
     assert "Nothing was put on t4: the script ran on the CPU." in text
     assert "Fits" not in text
+
+
+LOADED = """
+from torch.utils.data import DataLoader, Dataset
+
+class Images(Dataset):
+    transform = nn.Flatten(0)  # as torchvision's: a module, and the worker calls it
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.transform(torch.ones(2, 2))
+
+for batch in DataLoader(Images(), num_workers=1):
+    print("loaded", tuple(batch.shape))
+model(torch.ones(1, 512, device=device))
+"""
+
+
+def test_workers_that_load_data_go_on_after_the_last_step(script):
+    """The stop before the next forward is that of the training, not of a worker's transform."""
+    result = run("simulate", "--steps", 2, script(textwrap.dedent(TRAIN) + LOADED), "--steps", 2)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("loaded (1, 4)") == 2
+    assert "2 training steps were seen" in " ".join(result.output.split())
+
+
+SPAWNS = """
+import multiprocessing
+
+process = multiprocessing.get_context("spawn").Process(target=print, args=(model,))
+process.start()
+"""
+
+
+def test_a_process_that_would_share_the_card(script):
+    name = script(textwrap.dedent(TRAIN) + SPAWNS)
+    result = run("simulate", "--steps", 0, name, "--steps", 1)
+    assert result.exit_code == 3, result.output
+    said = " ".join(result.output.split())
+    line = (textwrap.dedent(TRAIN) + SPAWNS).splitlines().index("process.start()") + 1
+    assert f"A process is started at {name}:{line} <module> with tensors of the card" in said
+    assert "the simulated card lives in one process" in said
+
+
+def test_a_declared_share_lets_a_script_go_on_whose_masks_have_no_values(script):
+    logged = '    print("alive", int((x > 0).nonzero().shape[0]), len(torch.unique(x)))\n'
+    source = textwrap.dedent(TRAIN).replace("    loss = ", f"{logged}    loss = ")
+    stopped = run("simulate", script(source))
+    assert stopped.exit_code == 3
+    said = " ".join(stopped.output.split())
+    assert "For a script as it is, --assume-selected 0.5 says so of every mask" in said
+    result = run("simulate", "--assume-selected", 0.25, "--steps", 1, script(source))
+    assert result.exit_code == 0, result.output
+    assert "alive 1024 1024" in result.output
+    searched = run(
+        "search", "--assume-selected", 0.25, "--high", 2, script(source), "--batch-size", "{}"
+    )
+    assert searched.exit_code == 0, searched.output
+    assert run("simulate", "--assume-selected", 2, script(source)).exit_code == 2
+
+
+SCRIPTED = """
+scripted = torch.jit.script(model)
+scripted.save("trained.pt")
+torch.jit.save(scripted, "new.pt")
+print("loaded", type(torch.jit.load("new.pt")).__name__)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_models_leave_no_trace_either(script, tmp_path):
+    (tmp_path / "trained.pt").write_bytes(TRAINED)
+    name = script(textwrap.dedent(TRAIN) + SCRIPTED)
+    result = run("simulate", "--steps", 0, name, "--steps", 1)
+    assert result.exit_code == 0, result.output
+    assert "loaded RecursiveScriptModule" in result.output
+    assert (tmp_path / "trained.pt").read_bytes() == TRAINED
+    assert not (tmp_path / "new.pt").exists()

@@ -206,3 +206,47 @@ def test_the_gradients_of_atan2_and_of_a_selection_are_filled_in_place(gpu: Simu
     with assume_selected(0.5):
         loss = values.masked_select(values > 0).sum()
     assert "aten::masked_scatter" not in [name for name, _ in _allocations(gpu, loss.backward)]
+
+
+_LISTS: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "add number": lambda x: torch._foreach_add_(x, 1.0),
+    "add list": lambda x: torch._foreach_add_(x, x, alpha=0.5),
+    "mul tensor": lambda x: torch._foreach_mul_(x, torch.ones((), device="cuda")),
+    "addcdiv": lambda x: torch._foreach_addcdiv_(x, x, x, 0.1),
+    "sqrt": torch._foreach_sqrt_,
+    "copy": lambda x: torch._foreach_copy_(x, x),
+    "lerp list": lambda x: torch._foreach_lerp_(x, x, x),
+}
+_UNCOUNTED: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "zero": torch._foreach_zero_,
+    "lerp number": lambda x: torch._foreach_lerp_(x, x, 0.1),
+    "not in place": lambda x: torch._foreach_add(x, 1.0),
+}
+
+
+@pytest.mark.parametrize("run", [*_LISTS, *_UNCOUNTED])
+@pytest.mark.parametrize("grad", [True, False])
+def test_kernels_over_lists_count_their_writes(gpu: Simulation, run: str, grad: bool) -> None:
+    """As PyTorch 2.14.1's CUDA build counts them on the stub driver."""
+    tensors = [torch.ones(3, device="cuda"), torch.ones(2, device="cuda")]
+    before = [tensor._version for tensor in tensors]
+    with torch.set_grad_enabled(grad):
+        (_LISTS.get(run) or _UNCOUNTED[run])(tensors)
+    written = [tensor._version - old for tensor, old in zip(tensors, before, strict=True)]
+    assert written == ([1, 1] if run in _LISTS else [0, 0])
+
+
+def test_backward_notices_that_an_optimizer_stepped_meanwhile(gpu: Simulation) -> None:
+    """As on a card: by its default, Adam works on lists there."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    loss = model(torch.ones(2, 4, device="cuda", requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_lists_are_written_in_inference_mode_too(gpu: Simulation) -> None:
+    with torch.inference_mode():
+        torch._foreach_add_([torch.ones(3, device="cuda")], 1.0)

@@ -163,3 +163,68 @@ def test_a_sparse_matrix_times_a_dense_one_has_scratch_that_nobody_knows() -> No
         assert features.grad.shape == (700, 8)
         assert (adjacency @ features).shape == (400, 8)
         assert gpu.trace().bounds.allocated[1] is None
+
+
+def _adjacency() -> Tensor:
+    indices = torch.stack([torch.arange(100), torch.arange(100).flip(0)])
+    return torch.sparse_coo_tensor(indices, torch.ones(100), (120, 110)).coalesce().cuda()
+
+
+_COALESCED = [800, 800, 800, 2559, 1535, 400, 1600]
+_ROWS = [484, 400, 400]  # compressed rows, rows and columns in 32 bits
+_BY_COLUMN = 3840
+
+
+def _dense(rows: int, columns: int = 8) -> Tensor:
+    return torch.ones(rows, columns, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda a: a.t(), [400, 1600, 800]),
+        (lambda a: a.transpose(0, 1), [400, 1600, 800]),
+        (lambda a: a.T, [16, 1600]),
+        (lambda a: torch.mm(a, _dense(110)), [3520, 3840, 3840, *_ROWS, _BY_COLUMN]),
+        (lambda a: a @ _dense(110), [3520, 3840, 3840, *_ROWS, _BY_COLUMN]),
+        (lambda a: torch.sparse.mm(a, _dense(110)), [3520, 3840, 3840, *_ROWS, _BY_COLUMN]),
+        (
+            lambda a: torch.mm(a, _dense(110, 16)[:, ::2]),
+            [7040, 3840, 3840, *_ROWS, _BY_COLUMN, 3520],
+        ),
+        (
+            lambda a: torch.mv(a, torch.ones(110, device="cuda")),
+            [440, 480, 480, *_ROWS, 480],
+        ),
+        (
+            lambda a: torch.addmm(torch.ones(8, device="cuda"), a, _dense(110)),
+            [32, 3520, 3840, *_ROWS, _BY_COLUMN],
+        ),
+    ],
+)
+def test_products_hold_compressed_rows(run: Any, expected: list[int]) -> None:
+    """Up to cuSPARSE's own call as the stub driver records them with PyTorch 2.14.1, then as
+    SparseBlasLegacy.cpp has it."""
+    assert [size for size in _events(_adjacency, run) if size > 0] == expected
+
+
+@pytest.mark.skipif(versions.INSTALLED < (2, 12), reason="older CUB pads its states otherwise")
+def test_a_transposed_matrix_is_coalesced_again_where_it_is_multiplied() -> None:
+    """The backward of every graph convolution, and a dense matrix times a sparse one."""
+
+    def taken(run: Any) -> list[int]:
+        return [size for size in _events(_adjacency, run) if size > 0]
+
+    turned = taken(lambda a: torch.mm(a.t(), _dense(120)))
+    assert turned == [400, 1600, 800, 3840, 3520, 3520, *_COALESCED, 444, 400, 400, 3520]
+    after = taken(lambda a: torch.mm(_dense(8, 120), a))
+    assert after == [3840, 3520, 400, 1600, 800, 3520, *_COALESCED, 444, 400, 400, 3520]
+
+
+def test_products_of_sparse_matrices_need_no_cublas_and_are_uncertain() -> None:
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        assert (_adjacency() @ _dense(110)).shape == (120, 8)
+        assert (_dense(8, 120) @ _adjacency()).shape == (8, 110)
+        trace = gpu.trace()
+        assert not any("cublas" in one.name for one in trace.allocations)
+        assert trace.bounds.allocated[1] is None

@@ -120,6 +120,17 @@ def rule(*overloads: OpOverload | str) -> Callable[[Rule], Rule]:
     return register
 
 
+def rule_of(func: OpOverload, args: tuple[Any, ...]) -> Rule | None:
+    """The rule of an operator, if there is one; rules were read from the kernels of strided
+    tensors, and operands of other layouts have kernels of their own."""
+    found = RULES.get(func)
+    if found is not None and any(
+        isinstance(one, Tensor) and one.layout is not torch.strided for one in args
+    ):
+        return None
+    return found
+
+
 def program(
     func: OpOverload,
     args: tuple[Any, ...],
@@ -131,7 +142,7 @@ def program(
 
     ``outputs`` are the flattened results, ``None`` where the operator returned no tensor.
     """
-    found = RULES.get(func)
+    found = rule_of(func, args)
     if found is None:
         return None
     steps = found(args, kwargs, outputs, card)

@@ -6,6 +6,7 @@ thrust/system/cuda/detail/sort.h and unique_by_key.h.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,8 +42,9 @@ def coalesce(
     count = 4 if n < 1 << 31 else 8
     unique = cub.unique_by_key(n, _LONG, card, count)
     yield from cub.storage(cub.alias(unique, count), "unique by key")
-    row = result.element_size() * int(result[:1].numel())
-    size = result.element_size() * int(result.numel())
+    # A slice would be a new tensor of the card.
+    row = result.element_size() * math.prod(result.shape[1:]) * min(result.shape[0], 1)
+    size = result.element_size() * math.prod(result.shape)
     yield Out(1, span=None if certain else Span("rows of a sparse gradient", _WHY, row, size))
     if not values.is_contiguous():
         yield Take("dense", values.element_size() * int(values.numel()), "contiguous values")
