@@ -20,6 +20,7 @@ from pytest_vram.sim import (  # noqa: F401  (fastpath, sampling, sparse: their 
     errors,
     fastpath,
     inplace,
+    meta,
     products,
     sampling,
     selection,
@@ -153,7 +154,8 @@ def _to(
     if device is not None:
         if device.type == "cuda" and device.index not in (None, 0):
             raise errors.no_such_device()
-        target = CUDA if device.type in ("cuda", "meta") else device
+        on_card = device.type == "cuda" or (device.type == "meta" and not meta.is_meant())
+        target = CUDA if on_card else device
     same = target == self.device and dtype in (None, self.dtype)
     formatted = (
         memory_format is None

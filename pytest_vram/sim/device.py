@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from pytest_vram.places import shown_from
-from pytest_vram.sim import errors, inplace, layouts, rewritten, values, zeros
+from pytest_vram.sim import errors, inplace, layouts, meta, rewritten, values, zeros
 from pytest_vram.sim.callers import storing_item
 from pytest_vram.sim.handlers import HANDLERS
 from pytest_vram.sim.kernels import RULES, Card, Span, attention
@@ -488,8 +488,7 @@ class SimMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _meant(device: Any) -> torch.device:
     device = torch.device(device)
     if device.type == "meta":
-        current = torch.get_default_device()
-        return META if current.type == "meta" else CUDA
+        return META if meta.is_meant() else CUDA
     if device.type == "cuda":
         if device.index not in (None, 0):
             raise errors.no_such_device()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from pytest_vram.sim import values
 from pytest_vram.sim.patching import patches
-from pytest_vram.sim.tensors import SimTensor, adopt
+from pytest_vram.sim.tensors import META, SimTensor, adopt
 
 _GOES_TO = "_pytest_vram_device"  #: of an uninitialized parameter or buffer
 
@@ -96,11 +96,11 @@ def installed(simulation: Any) -> Iterator[None]:
         if recurse:
             for child in module.children():
                 child._apply(fn)  # type: ignore[no-untyped-call]
-        for param in module._parameters.values():
+        for name, param in module._parameters.items():
             if param is not None and is_lazy(param):
                 _later(param, fn)
             elif param is not None:
-                _convert(param, fn, moved)
+                module._parameters[name] = _convert(param, fn, moved)
         for name, buffer in module._buffers.items():
             if buffer is not None and is_lazy(buffer):
                 _later(buffer, fn)
@@ -155,10 +155,13 @@ def _later(lazy: Any, fn: Callable[[Any], Any]) -> None:
         lazy.data = sent
 
 
-def _convert(param: torch.Tensor, fn: Callable[[Any], Any], moved: _Moved) -> None:
-    """One parameter (and its gradient) of ``Module._apply``: ``param.data = fn(param)``."""
+def _convert(param: Any, fn: Callable[[Any], Any], moved: _Moved) -> Any:
+    """One parameter (and its gradient) of ``Module._apply``: ``param.data = fn(param)``, or another
+    parameter where it comes from or goes to ``meta``."""
     with torch.no_grad():
         applied = fn(param)
+    if applied.device != param.device and META in (applied.device, param.device):
+        return torch.nn.Parameter(applied, requires_grad=param.requires_grad)
     grad = param.grad
     if applied is not param:
         param.grad = None
@@ -171,3 +174,4 @@ def _convert(param: torch.Tensor, fn: Callable[[Any], Any], moved: _Moved) -> No
     if grad is not None:
         with torch.no_grad():
             param.grad = fn(grad).requires_grad_(grad.requires_grad)
+    return param

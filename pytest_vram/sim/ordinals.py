@@ -19,9 +19,9 @@ from torch.utils._device import _device_constructors
 
 from pytest_vram.sim.patching import Patches
 
-_MAKERS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
-_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like",
-         "zeros_like")  # fmt: skip
+MAKERS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like",
+        "zeros_like")  # fmt: skip
 
 
 def understand_ordinals(held: Patches, stack: ExitStack) -> None:
@@ -33,26 +33,32 @@ def understand_ordinals(held: Patches, stack: ExitStack) -> None:
         pass
     else:
         return
-    # set_default_device compares with the functions that it finds at first: before the patches.
-    names = {function.__name__ for function in _device_constructors()} & set(vars(torch))
-    scripted = _get_builtin_table()  # type: ignore[no-untyped-call]
-
-    def replace(name: str, ours: Any) -> None:
-        """torch.jit knows its functions by identity."""
-        theirs = getattr(torch, name)
-        held.set(torch, name, ours)
-        if id(theirs) in scripted:
-            scripted[id(ours)] = scripted[id(theirs)]
-            stack.callback(scripted.pop, id(ours))
-
-    for name in sorted(names | set(_LIKE)):
-        replace(name, _by_keyword(getattr(torch, name)))
-    replace("device", _device_class(torch.device))
-    for name in _MAKERS:
+    for name in sorted(factories() | set(LIKE)):
+        replace_builtin(held, stack, name, _by_keyword(getattr(torch, name)))
+    replace_builtin(held, stack, "device", _device_class(torch.device))
+    for name in MAKERS:
         held.set(torch.Tensor, name, _by_keyword(getattr(torch.Tensor, name)))
     for name in ("to", "cuda"):
         held.set(torch.Tensor, name, _anywhere(getattr(torch.Tensor, name)))
     held.set(torch._C._nn, "_parse_to", _anywhere(torch._C._nn._parse_to))
+
+
+@functools.lru_cache(maxsize=1)
+def factories() -> frozenset[str]:
+    """Functions of ``torch`` that take a device. ``set_default_device`` compares with those that it
+    finds at first: this is called before anything is replaced."""
+    names = {function.__name__ for function in _device_constructors()}
+    return frozenset(names & set(vars(torch)))
+
+
+def replace_builtin(held: Patches, stack: ExitStack, name: str, ours: Any) -> None:
+    """Put ``ours`` in the place of a function of ``torch``; torch.jit knows those by identity."""
+    theirs = getattr(torch, name)
+    held.set(torch, name, ours)
+    scripted = _get_builtin_table()  # type: ignore[no-untyped-call]
+    if id(theirs) in scripted:
+        scripted[id(ours)] = scripted[id(theirs)]
+        stack.callback(scripted.pop, id(ours))
 
 
 def _is_ordinal(value: Any) -> bool:

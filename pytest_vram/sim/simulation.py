@@ -40,6 +40,7 @@ from pytest_vram.sim.kernels import Card, Give, Out, Program, Span, Take, progra
 from pytest_vram.sim.kernels.attention import Choice
 from pytest_vram.sim.kernels.fallback import declarations, fallback
 from pytest_vram.sim.kernels.versions import INSTALLED, WORKSPACE_VARIABLES, default_cudnn
+from pytest_vram.sim.meta import mean_what_python_says
 from pytest_vram.sim.ordinals import understand_ordinals
 from pytest_vram.sim.patching import patches
 from pytest_vram.sim.profiles import Profile
@@ -176,6 +177,7 @@ class Simulation:
             run_instead_of_tracing(held)
             skip_launches(held, self._say, lambda span: self._note(span, -1, None))
             understand_ordinals(held, stack)
+            mean_what_python_says(held, stack)
             one_rank(held, stack)
             one_process(held)
             save_and_load(held, self._upload)
