@@ -79,6 +79,9 @@ def laid_out(func: Any, args: Sequence[Any], result: Any) -> Any:
     if func is aten.cudnn_batch_norm_backward.default:  # empty_like(input), cudnn/BatchNorm.cpp
         source = layout(args[0])
         return _with(result[0], preserved_strides(source.shape, source.stride)), *result[1:]
+    if func is aten._efficient_attention_backward.default:  # at::empty, attention_backward.cu
+        gradients = (_with(gradient, contiguous_strides(gradient.shape)) for gradient in result[:3])
+        return (*gradients, *result[3:])
     if func is aten.masked_fill.Scalar:
         return _masked(func, args[0], result)
     if func in _AS_FIRST:
