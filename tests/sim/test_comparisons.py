@@ -297,3 +297,15 @@ def test_single_numbers_have_an_angle() -> None:
     with Simulation(find_profile("a100-80gb")):
         one = torch.nn.functional.cosine_similarity(*[_ones(1).view(())] * 2, dim=0)
         assert one.shape == ()
+
+
+def test_a_margin_loss_reads_contiguous_copies() -> None:
+    def run() -> object:
+        source, target = _ones(1024, 8, trained=True), _ones(1024, dtype=torch.int64)
+        part = source.narrow(1, 1, 6)
+        _backward(torch.nn.functional.multi_margin_loss(part, target, reduction="none").sum())
+        return source
+
+    assert _events(run)[2:12] == [
+        4096, 24576, -24576, 4, 4, 24576, 24576, 4096, -4096, -24576,
+    ]  # fmt: skip

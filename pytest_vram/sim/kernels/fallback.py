@@ -41,7 +41,7 @@ PLAIN = _names(
     hardsigmoid_backward hardswish hardswish_backward hardtanh_backward huber_loss_backward
     index_fill_ leaky_relu_backward linalg_cross log_sigmoid_backward
     log_sigmoid_forward masked_fill_ max_pool3d_with_indices max_pool3d_with_indices_backward
-    max_unpool2d mse_loss_backward multi_margin_loss_backward
+    max_unpool2d mse_loss_backward
     multilabel_margin_loss_backward nll_loss2d_backward nll_loss_backward norm
     pixel_shuffle pixel_unshuffle poisson put put_ reflection_pad1d reflection_pad1d_backward
     reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward repeat

@@ -163,14 +163,34 @@ def nll_loss(
 def multi_margin_loss(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
+    """Of contiguous copies (MultiMarginLoss.cu, v2.6.0, v2.14.1)."""
     source, result = args[0], outputs[0]
     assert result is not None
     yield Out(0)
+    copied = not source.is_contiguous()
+    if copied:
+        yield Take("input", size_of(source), "contiguous copy of the input")
     if argument(args, kwargs, 5, "reduction", 1) != _NONE and source.dim() == 2:
         rows = Layout((source.shape[0],), (1,), source.element_size())
         yield Take("rows", rows.nbytes, "loss of each row")
         yield from _reduced(rows, result, card)
         yield Give("rows")
+    if copied:
+        yield Give("input")
+
+
+@rule(aten.multi_margin_loss_backward.default)
+def multi_margin_loss_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """As its loss, and with a contiguous gradient of it."""
+    grad, source = args[:2]
+    yield Out(0)
+    copies = [("input", source), ("gradient", grad)]
+    taken = [Take(n, size_of(t), f"contiguous {n}") for n, t in copies if not t.is_contiguous()]
+    yield from taken
+    for copy in reversed(taken):
+        yield Give(copy.key)
 
 
 @rule(aten.multilabel_margin_loss_forward.default)
