@@ -306,6 +306,6 @@ def test_a_margin_loss_reads_contiguous_copies() -> None:
         _backward(torch.nn.functional.multi_margin_loss(part, target, reduction="none").sum())
         return source
 
-    assert _events(run)[2:12] == [
-        4096, 24576, -24576, 4, 4, 24576, 24576, 4096, -4096, -24576,
+    assert _events(run)[2:13] == [
+        4096, 24576, -24576, 4, -4096, 4, 24576, 24576, 4096, -4096, -24576,
     ]  # fmt: skip
