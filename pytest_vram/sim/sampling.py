@@ -6,6 +6,7 @@ ATen/native/cuda/MultinomialKernel.cu (v2.14.1).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pytest_vram.sim.device import SimMode
 from pytest_vram.sim.handlers import HANDLERS
-from pytest_vram.sim.kernels import argument
+from pytest_vram.sim.kernels import Card, Out, Outputs, Step, argument, rule, versions
 from pytest_vram.sim.tensors import CUDA, META, SimTensor, wrap
 
 aten = torch.ops.aten
@@ -21,6 +22,14 @@ aten = torch.ops.aten
 
 def _on_card(tensor: Any) -> bool:
     return type(tensor) is SimTensor and tensor.is_cuda
+
+
+@rule(aten.multinomial.default)
+def multinomial(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
+) -> Iterator[Step]:
+    """The result comes first; the rest is put together from other operators."""
+    yield Out(0)
 
 
 def _multinomial(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -37,7 +46,9 @@ def _multinomial(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
         if again and count > 1:
             _cumulated(chances)
         else:
+            checked = _extremes(chances, mode.ledger.card)
             _largest(chances, result)
+            del checked
     return result
 
 
@@ -48,11 +59,22 @@ def _cumulated(chances: Tensor) -> None:
     del sums, normalised, copy
 
 
-def _largest(chances: Tensor, result: Tensor) -> None:
-    largest, least = chances.max(), chances.min()
-    finite, positive = largest < float("inf"), least >= 0
+def _extremes(chances: Tensor, card: Card) -> tuple[Tensor, ...]:
+    """That the chances are finite and positive, and what lives as long as this answer."""
+    if versions.multinomial_asks_once(card.torch):
+        least, largest = torch.aminmax(chances)
+        positive, finite = least >= 0, largest < float("inf")
+        return least, largest, finite & positive
+    least = chances.min()
+    positive = least >= 0
+    largest = chances.max()
+    finite = largest < float("inf")
     valid = finite & positive
-    del finite, positive
+    del finite, largest, positive, least
+    return (valid,)
+
+
+def _largest(chances: Tensor, result: Tensor) -> None:
     sums = chances.sum() if chances.dim() == 1 else chances.sum(1)
     nothing = sums == 0
     if chances.dim() > 1:
@@ -67,7 +89,7 @@ def _largest(chances: Tensor, result: Tensor) -> None:
         values = torch.empty(result.shape, dtype=chances.dtype, device=CUDA)
         torch.topk(noise, result.shape[-1], out=(values, result))
         del values
-    del noise, nothing, valid, least, largest
+    del noise, nothing
 
 
 def _checked(deviation: Tensor) -> None:

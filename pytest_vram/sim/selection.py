@@ -3,8 +3,8 @@
 ``nonzero``, ``masked_select`` and indexing with masks allocate what the mask selects. Where the
 mask's value is known (it was built on the host, or follows from the program) that decides; inside
 ``vram.assume_selected(share)`` an unknown mask selects that share of its elements, and that share
-of unknown values is distinct (``unique``: one at the least); otherwise
-:class:`pytest_vram.sim.values.DataDependent` names the line.
+of unknown values is distinct (``unique``: one at the least); ``bincount`` has the bins that
+``minlength`` asks for; otherwise :class:`pytest_vram.sim.values.DataDependent` names the line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from pytest_vram.sim import values
 from pytest_vram.sim.device import SimMode
 from pytest_vram.sim.handlers import HANDLERS
-from pytest_vram.sim.kernels import Span
+from pytest_vram.sim.kernels import Span, argument
 from pytest_vram.sim.tensors import CUDA, META, SimTensor, wrap
 
 aten = torch.ops.aten
@@ -188,7 +188,25 @@ def _unique(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(made)
 
 
+def _bincount(mode: SimMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """With ``minlength`` as many bins as it says: programs write it to say how many there are. The
+    card makes more where a value is larger (native/cuda/SummaryOps.cu)."""
+    source, length = args[0], argument(args, kwargs, 2, "minlength", 0)
+    if type(source) is not SimTensor or not source.is_cuda or not length:
+        return NotImplemented
+    if values.known(source) is not None:
+        return NotImplemented
+    weights = argument(args, kwargs, 1, "weights")
+    dtype = torch.int64
+    if weights is not None:
+        dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
+    made = wrap(mode, torch.empty(length, dtype=dtype, device=META), CUDA)
+    mode.ledger.operator(func, args, kwargs, [made], None, True)
+    return made
+
+
 HANDLERS[aten.nonzero.default] = _nonzero
+HANDLERS[aten.bincount.default] = _bincount
 HANDLERS[aten._unique2.default] = HANDLERS[aten.unique_consecutive.default] = _unique
 HANDLERS[aten.index.Tensor] = _index
 for _put in (aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_vram.sim import Simulation, find_profile
+from pytest_vram.sim.kernels import versions
 
 SIZE = 64 * 32 * 4
 VOLUME = 2 * 4 * 8**3 * 4
@@ -34,8 +35,9 @@ def _events(run: Callable[[Tensor], Any], *shape: int) -> list[int]:
     ]
 
 
-CHECKS = [4, 4, 1, 1, 1, -1, -1]
-CHECKED = [-1, -1, -4, -4]
+CHECKS, CHECKED = [4, 1, 4, 1, 1, -1, -4, -1, -4], [-1, -1]
+if versions.multinomial_asks_once(versions.INSTALLED):
+    CHECKS, CHECKED = [4, 4, 1, 1, 1, -1, -1], [-1, -1, -4, -4]
 ROWS = [256, 64, 1, -64, -256, 1, -1]
 
 
@@ -108,3 +110,44 @@ def test_draws_need_no_gradient() -> None:
         assert not chances.multinomial(2).requires_grad
         assert chances.multinomial(2).dtype is torch.int64
         assert torch.normal(chances, chances).shape == (8, 4)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda a: a.multinomial(1),
+        lambda a: a.multinomial(3, True),
+        lambda a: torch.distributions.Categorical(a, validate_args=True).sample(),
+        lambda a: torch._is_any_true(a > 0),
+        lambda a: torch.bincount(a.argmax(1), minlength=32),
+    ],
+)
+def test_nothing_is_unknown_about_a_policy(run: Callable[[Tensor], Any]) -> None:
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        run(torch.rand(64, 32, device="cuda"))
+        assert gpu.trace().bounds is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "expected"),
+    [
+        (None, torch.int64, [8, 8, 256, -8, -8]),
+        (torch.float32, torch.float32, [8, 8, 128, -8, -8]),
+        (torch.float16, torch.float64, [512, 8, 8, 256, -8, -8, -512]),
+    ],
+)
+def test_unknown_values_have_the_bins_that_are_asked_for(
+    weights: torch.dtype | None, dtype: torch.dtype, expected: list[int]
+) -> None:
+    with Simulation(find_profile("a100-80gb")) as gpu:
+        values = torch.rand(64, 32, device="cuda").argmax(1)
+        given = None if weights is None else torch.rand(64, device="cuda").to(weights)
+        before = len(gpu.trace().events)
+        counts = torch.bincount(values, given, 32)
+        assert (counts.shape, counts.dtype) == ((32,), dtype)
+        trace = gpu.trace()
+        assert [
+            trace.allocations[event.index].requested * (1 if event.kind == "alloc" else -1)
+            for event in trace.events[before:]
+            if event.kind in ("alloc", "free")
+        ] == expected

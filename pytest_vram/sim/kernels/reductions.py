@@ -274,11 +274,16 @@ def extrema(
         yield Give("dense")
 
 
-@rule(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
+@rule(
+    aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims,
+    aten._is_all_true.default, aten._is_any_true.default,
+)  # fmt: skip
 def logic(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    """Accumulates in ``bool`` whatever the input; one element is only cast and copied."""
+    """Accumulates in ``bool`` whatever the input; one element is only cast and copied.
+    ``_is_all_true`` and ``_is_any_true`` are ``all`` and ``any`` (ReduceOps.cpp, v2.6.0, v2.14.1).
+    """
     source = args[0]
     yield Out(0)
     if source.numel() == 1:

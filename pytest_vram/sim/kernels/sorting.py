@@ -443,14 +443,20 @@ def searchsorted(
 def bincount(
     args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs, card: Card
 ) -> Iterator[Step]:
-    source = args[0]
+    """Weights of other types than float32 are made float64 first (native/cuda/SummaryOps.cu)."""
+    source, weights = args[0], argument(args, kwargs, 1, "weights")
+    cast = weights is not None and weights.dtype not in (torch.float32, torch.float64)
     if not source.numel():
         yield Out(0)
         return
+    if cast:
+        yield Take("weights", weights.numel() * 8, "weights in float64")
     yield from _extremes(source, card)
     yield Out(0)
     yield Give("smallest")
     yield Give("largest")
+    if cast:
+        yield Give("weights")
 
 
 def _extremes(source: Tensor, card: Card) -> Iterator[Step]:

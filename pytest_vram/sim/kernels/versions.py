@@ -255,6 +255,15 @@ def depthwise_bfloat16_by_cudnn(version: Version) -> bool:
     return version >= (2, 14)
 
 
+# ---- random draws
+
+
+def multinomial_asks_once(version: Version) -> bool:
+    """``aminmax`` checks the chances of ``multinomial`` (ATen/native/Distributions.cpp) in 2.13 and
+    2.14; ``min`` and ``max`` do in 2.6 and 2.11. 2.12 was not at hand and is taken for 2.13."""
+    return version >= (2, 12)
+
+
 # ---- autograd
 
 
