@@ -257,6 +257,20 @@ def test_finite_check(dtype: torch.dtype) -> None:
     assert describe_bad(bad) == "2 NaN and 1 inf of 5 elements"
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_the_largest_finite_numbers_are_finite(dtype: torch.dtype, value: float) -> None:
+    """Their squares are not, and the check begins with the sum of squares."""
+    largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    bad = largest.clone()
+    bad[517] = value
+    check = FiniteCheck()
+    assert check.finite([largest, largest])
+    assert not check.finite([largest, bad])
+
+
 def test_modules_called_under_vmap_are_left_alone() -> None:
     def body() -> None:
         model = nn.Linear(4, 2).cuda()
