@@ -141,7 +141,10 @@ def build(path: Path) -> nn.Module:
     kind, names = str(raw.get("model_type")), raw.get("architectures") or []
     if kind not in transformers.CONFIG_MAPPING:
         raise PlanError(f"transformers {transformers.__version__} does not know {kind!r} either")
-    made = next((cls for name in names if (cls := getattr(transformers, str(name), None))), None)
+    made = next((cls for name in names if (cls := _model_class(str(name)))), None)
+    if names and made is None:
+        called = " or ".join(map(str, names))
+        raise PlanError(f"transformers {transformers.__version__} has no model called {called}")
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(raw)
         with torch.device("meta"):
@@ -153,6 +156,15 @@ def build(path: Path) -> nn.Module:
             f"{type(error).__name__}: {error}"
         ) from error
     return cast("nn.Module", module)
+
+
+def _model_class(name: str) -> Any:
+    """The file chooses among models, not among all that transformers offers to call."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model else None
 
 
 def _cover(module: nn.Module) -> None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from watched_loops import health
+from watched_loops import batch, health, mlp, sgd
 
 Loop = Callable[[bool], None]
 PAIRS: dict[str, tuple[Loop, str, str, str]] = {}
@@ -26,21 +25,6 @@ def pair(kind: str, severity: str, says: str) -> Callable[[Loop], Loop]:
         return loop
 
     return add
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.GELU()]
-    return nn.Sequential(*layers[:-1]).cuda()
-
-
-def batch(rows: int = 8, width: int = 16) -> Tensor:
-    return torch.randn(rows, width, device="cuda")
-
-
-def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.01)
 
 
 def half_loss(model: nn.Module, factor: float = 1.0) -> Tensor:

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from watched_loops import Budget, health, memory_findings
+from watched_loops import Budget, batch, health, memory_findings, mlp, sgd
 
 WIDE = 256
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.GELU()]
-    return nn.Sequential(*layers[:-1]).cuda()
-
-
-def batch(rows: int = 8, width: int = 16) -> Tensor:
-    return torch.randn(rows, width, device="cuda")
-
-
-def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.01)
 
 
 def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

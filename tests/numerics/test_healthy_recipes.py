@@ -7,25 +7,13 @@ import copy
 import tempfile
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from watched_loops import Budget, health, memory_findings
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.GELU()]
-    return nn.Sequential(*layers[:-1]).cuda()
-
-
-def batch(rows: int = 8, width: int = 16) -> Tensor:
-    return torch.randn(rows, width, device="cuda")
+from watched_loops import Budget, batch, health, memory_findings, mlp
 
 
 def adamw(*modules: nn.Module, rate: float = 1e-3) -> torch.optim.Optimizer:

@@ -6,8 +6,10 @@ import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch import Tensor, nn
 
 from pytest_vram.bills import settle
 from pytest_vram.findings import Finding
@@ -83,3 +85,21 @@ def memory_findings(body: Callable[[], object]) -> tuple[Finding, ...]:
 
 def sentences(findings: Sequence[Finding]) -> list[str]:
     return [finding.sentence for finding in findings]
+
+
+# ---- what many loops are made of
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.GELU()]
+    return nn.Sequential(*layers[:-1]).cuda()
+
+
+def batch(rows: int = 8, width: int = 16) -> Tensor:
+    return torch.randn(rows, width, device="cuda")
+
+
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.01)

@@ -212,6 +212,9 @@ def test_what_cannot_be_built(published):
     )
     with pytest.raises(PlanError, match="cannot build it: "):
         build(published("ctrl", n_embd=-3))
+    for name in ("CTRLWithoutHead", "pipeline", "TrainingArguments"):
+        with pytest.raises(PlanError, match=f"has no model called {name}$"):
+            build(published("ctrl", architectures=[name]))
 
 
 @pytest.mark.filterwarnings("ignore")
